@@ -297,12 +297,18 @@ pub(crate) fn receive_by(
     let destination = Destination::listen(listener, config, |_| {}).map_err(|e| failed(&e))?;
     let incoming = Arc::new(destination).accept(stop).map_err(|e| failed(&e))?;
     let offer = incoming.offer().clone();
+    let engine = offer
+        .kind
+        .engine
+        .as_str()
+        .parse()
+        .map_err(BenchError::Peer)?;
     let resolver = Resolver::new();
     let spec = MachineSpec {
         backing,
         ..MachineSpec::new(offer.vcpus, offer.memory_bytes)
     };
-    let vm = create_on(offer.engine, spec, Arc::clone(&resolver) as Arc<dyn Faults>)?;
+    let vm = create_on(engine, spec, Arc::clone(&resolver) as Arc<dyn Faults>)?;
     let report = incoming
         .receive(&vm.running(), &resolver, stop, &Unobserved)
         .map_err(|e| failed(&e))?;

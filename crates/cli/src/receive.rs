@@ -318,7 +318,7 @@ fn take_in(
         let size = size::human(offer.memory_bytes);
         feed.note(format!(
             "receiving a VM with {} vCPUs and {size} for {}",
-            offer.vcpus, offer.engine
+            offer.vcpus, offer.kind.engine
         ));
     }
     let (vm, resolver) = match build(&incoming, args) {

@@ -158,7 +158,7 @@ impl Vm {
     pub fn running(&self) -> RunningVm<'_> {
         RunningVm {
             machine: &self.machine,
-            threads: &self.threads,
+            vcpus: &self.threads,
             devices: &[],
         }
     }

@@ -113,6 +113,8 @@ mod scalable;
 mod slots;
 #[cfg(not(loom))]
 mod state;
+#[cfg(not(loom))]
+mod stores;
 mod sync;
 #[cfg(not(loom))]
 mod tlb;
@@ -147,6 +149,8 @@ pub use region::{HostMemory, Region, SlotData, UserfaultBits};
 pub use scalable::Scalable;
 #[cfg(not(loom))]
 pub use slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots};
+#[cfg(not(loom))]
+pub use stores::Stores;
 #[cfg(not(loom))]
 pub use vcpu::{Exit, KickHandle, VcpuCore};
 #[cfg(not(loom))]

@@ -205,6 +205,7 @@ impl VmState {
         if !self.reservations.is_watched(address) {
             self.reservations.announce(address);
             self.flush_writes();
+            self.vmm_stores.wait();
             self.reservations.confirm(address);
         }
     }

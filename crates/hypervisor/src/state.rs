@@ -14,13 +14,31 @@ use core::ops::{Deref, DerefMut};
 use pageferry_addr::GfnRange;
 use pageferry_tdp::Mmu;
 use pageferry_tdp::ring::Resetter;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, TryLockError};
 
 /// The state that all vCPUs of a VM share. It does not depend on the scheme of slots.
 pub(crate) struct VmState {
     pub(crate) mmu: Arc<Mmu<Format, Harts>>,
     pub(crate) clock: Clock,
     pub(crate) reservations: Reservations,
+    pub(crate) vmm_stores: StoreLock,
+}
+
+/// The lock of stores of the VMM, whose value says whether any page was ever tracked. See
+/// `stores.rs`.
+#[derive(Default)]
+pub(crate) struct StoreLock(pub(crate) RwLock<bool>);
+
+impl StoreLock {
+    /// Waits until the VMM's stores under way are over.
+    pub(crate) fn wait(&self) {
+        drop(self.0.write().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Makes all later stores of the VMM look at the tracked pages, and waits for those under way.
+    pub(crate) fn track(&self) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = true;
+    }
 }
 
 impl VmState {
@@ -32,6 +50,7 @@ impl VmState {
             mmu,
             clock: Clock::new(),
             reservations: Reservations::new(),
+            vmm_stores: StoreLock::default(),
         }
     }
 }

@@ -37,7 +37,7 @@ impl<M: Memslots> Vm<M> {
     ///
     /// QEMU's background snapshots use `UFFDIO_WRITEPROTECT` for the same purpose. But this call
     /// tracks pages of the slot, like KVM's `page_track`, and not pages of the host. So it sees no
-    /// store through another slot over the same memory, and none by the VMM.
+    /// store through another slot over the same memory, and none by the VMM, unless the VMM asks [`Vm::stores`].
     ///
     /// A store that goes through during the call is over when the call returns: all vCPUs agree on
     /// the set of earlier stores. From then until a page is [untracked](Self::untrack_writes), the
@@ -62,6 +62,7 @@ impl<M: Memslots> Vm<M> {
             return Ok(0);
         }
         let tracked = slot.data.track(slot.range.pages() as usize)?;
+        self.state.vmm_stores.track();
         let added = tracked.add(pages.start as usize..pages.end as usize);
         // Then faults that tested the bits before have ended, and the sweep sees the entries that
         // they made writable.

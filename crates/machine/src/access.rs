@@ -13,7 +13,9 @@
 //!    pages stay present from the test to the copy.
 //! 3. It copies through the alias mapping, which never faults into userfaultfd. Private memory has
 //!    no alias. There the access has its pages mapped first, so that no hole makes it sleep.
-//! 4. A write marks its pages in the log of written pages, after the bytes (`written`).
+//! 4. A write follows the rules of the engine, if it has any. On the soft engine it ends the LR
+//!    reservations of its bytes, and is refused on write-tracked pages.
+//! 5. A write marks its pages in the log of written pages, after the bytes (`written`).
 //!
 //! [`GuestRam::read`] and [`GuestRam::write`] ask a [`Fetch`] for missing pages between two tries,
 //! outside the gate. A migration attaches it.
@@ -29,6 +31,11 @@ use std::sync::Weak;
 
 /// Maps present pages of an armed machine, from a first page on.
 pub(crate) type MapPages = dyn Fn(RamPage, u64) + Send + Sync;
+
+/// Stores by the rules of an engine: refuses, or calls the function for one part of the bytes after
+/// another.
+pub(crate) type StoreRules =
+    dyn Fn(Extent, &mut dyn FnMut(Range<u64>)) -> Result<(), AccessError> + Send + Sync;
 
 /// The most pages that an access asks its [`Fetch`] for at once.
 const FETCH_PAGES: u64 = 16;
@@ -96,6 +103,9 @@ pub enum AccessError {
     /// A write to a machine whose last bytes a migration is taking away.
     #[error("guest memory is frozen while a migration takes its last bytes")]
     Frozen,
+    /// A write to a page whose stores the VMM tracks.
+    #[error("RAM page {0} is write-tracked: copy it and untrack it first")]
+    Tracked(RamPage),
     /// The caller's `stop` ended the wait for a page.
     #[error("the wait for RAM page {0} was stopped")]
     Stopped(RamPage),
@@ -142,9 +152,9 @@ impl Drop for Entered<'_> {
 /// The bytes of an access.
 #[derive(Clone, Copy)]
 pub(crate) struct Extent {
-    page: RamPage,
-    offset: u64,
-    bytes: u64,
+    pub(crate) page: RamPage,
+    pub(crate) offset: u64,
+    pub(crate) bytes: u64,
 }
 
 impl Extent {
@@ -201,16 +211,35 @@ impl GuestRam {
     /// freezes the memory before its last harvest ([`GuestRam::freeze`]).
     ///
     /// # Errors
-    /// As [`GuestRam::try_read`], and [`AccessError::Frozen`]. Nothing is written then.
+    /// As [`GuestRam::try_read`], [`AccessError::Frozen`], and [`AccessError::Tracked`]. Nothing is
+    /// written then.
     pub fn try_write(&self, at: impl Into<At>, from: &[u8]) -> Result<(), AccessError> {
         let extent = self.extent(at.into(), from.len() as u64)?;
         let _entered = self.enter_for(extent, Use::Write)?;
         // SAFETY: (1) the pages are present. So no thread places them, and no thread has a slice of
         // them: that takes a frozen machine. Other writers are volatile too.
         let bytes = unsafe { self.unchecked() };
-        bytes.write_at(extent.page, extent.offset, from);
+        self.store(extent, &mut |part| {
+            let from = &from[part.start as usize..part.end as usize];
+            bytes.write_at(extent.page, extent.offset + part.start, from);
+        })?;
         self.written.mark(extent.pages());
         Ok(())
+    }
+
+    /// Calls `store` for all bytes of `extent` in parts, by the rules of the engine.
+    pub(crate) fn store(
+        &self,
+        extent: Extent,
+        store: &mut dyn FnMut(Range<u64>),
+    ) -> Result<(), AccessError> {
+        match self.rules.get() {
+            Some(rules) => rules(extent, store),
+            None => {
+                store(0..extent.bytes);
+                Ok(())
+            }
+        }
     }
 
     /// [`GuestRam::try_read`], which first brings missing pages. It returns early when `stop`

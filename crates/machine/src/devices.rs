@@ -10,7 +10,12 @@
 //!
 //! **Mechanism.** A [`DeviceView`] enters the `gate` once, for all its slices. Each slice brings
 //! its missing pages before it is handed out. A page that is present stays present. The slices'
-//! bitmap is the log of written pages, which `vm-memory` marks after each write.
+//! bitmap is the log of written pages, which `vm-memory` marks after each write. The mark also ends
+//! LR reservations of the soft engine.
+//!
+//! **Limits.** A write through a slice ends reservations just after its bytes. So an SC in between
+//! may succeed, unlike with [`GuestRam::try_write`]. A slice of a write-tracked page is refused, but
+//! a page may become tracked while a device holds its slice.
 //!
 //! **Neighbours.** `access` has the accessor on which this is built.
 
@@ -206,6 +211,8 @@ impl GuestMemoryRegion for DeviceRegion {
             ram.bring(page, extent, &*self.lease.memory.stop)
                 .map_err(refused)?;
         }
+        // A slice may write, so it covers no tracked page.
+        ram.store(extent, &mut |_| ()).map_err(refused)?;
         let start = self.region.first.byte_offset() + offset.0;
         // SAFETY: `extent` checked that the bytes are in RAM, which lives as long as `self`. All
         // its pages are present, and stay so. While the lease lives, the machine cannot be armed or
@@ -332,6 +339,9 @@ impl Bitmap for Written<'_> {
         if len > 0
             && let Ok(extent) = self.ram.extent(at, len as u64)
         {
+            // The bytes are written. A page that became tracked meanwhile was not when the slice was
+            // handed out.
+            let _ = self.ram.store(extent, &mut |_| ());
             self.ram.written.mark(extent.pages());
         }
     }

@@ -1,5 +1,6 @@
 //! The trait of machines, and the names of the engines.
 
+use crate::huge;
 use crate::{
     ArmOptions, Backing, Collapsed, Console, Delivery, DeliveryInUse, FaultEvents, GuestRam,
     MachineError, Vcpu,
@@ -10,7 +11,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// The engine that runs the guest.
+/// One of the engines of this crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Engine {
     /// The kernel's KVM.
@@ -23,10 +24,27 @@ impl Engine {
     /// The name used in reports and on command lines.
     #[must_use]
     pub const fn name(self) -> &'static str {
+        self.kind().engine
+    }
+
+    /// The names of this engine's machines in a migration.
+    #[must_use]
+    pub const fn kind(self) -> MachineKind<'static> {
         match self {
-            Self::Kvm => "kvm",
-            Self::Soft => "soft",
+            Self::Kvm => MachineKind::new("kvm", "x86_64", "kvm-x86_64/1"),
+            Self::Soft => MachineKind::new("soft", "riscv64", "soft-riscv64/1"),
         }
+    }
+}
+
+impl FromStr for Engine {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        [Self::Kvm, Self::Soft]
+            .into_iter()
+            .find(|engine| engine.name() == text)
+            .ok_or_else(|| format!("unknown engine '{text}': expected kvm or soft"))
     }
 }
 
@@ -52,11 +70,10 @@ impl FromStr for EngineChoice {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "auto" => Ok(Self::Auto),
-            "kvm" => Ok(Self::Only(Engine::Kvm)),
-            "soft" => Ok(Self::Only(Engine::Soft)),
-            _ => Err(format!(
-                "unknown engine '{text}': expected auto, kvm or soft"
-            )),
+            _ => text
+                .parse()
+                .map(Self::Only)
+                .map_err(|_| format!("unknown engine '{text}': expected auto, kvm or soft")),
         }
     }
 }
@@ -66,6 +83,34 @@ impl fmt::Display for EngineChoice {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Only(engine) => engine.fmt(f),
+        }
+    }
+}
+
+/// The names by which the two ends of a migration recognise machines of one kind.
+///
+/// The implementer of [`Machine`] chooses them. Each is 1 to 64 printable ASCII characters without
+/// spaces. A machine takes in only VMs of machines with the same three names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MachineKind<'a> {
+    /// The engine that runs the guest, such as `kvm`.
+    pub engine: &'a str,
+    /// The guest's instruction set, such as `x86_64`.
+    pub isa: &'a str,
+    /// The format of the states of vCPUs, with its version, such as `kvm-x86_64/1`. A format that
+    /// older destinations cannot read has another name. They then refuse the VM while it still runs
+    /// at the source.
+    pub state_format: &'a str,
+}
+
+impl<'a> MachineKind<'a> {
+    /// The names of the engine, of the instruction set, and of the format of vCPU states.
+    #[must_use]
+    pub const fn new(engine: &'a str, isa: &'a str, state_format: &'a str) -> Self {
+        Self {
+            engine,
+            isa,
+            state_format,
         }
     }
 }
@@ -103,6 +148,13 @@ pub struct NewMachine {
 
 /// A virtual machine without its vCPUs: memory, its slots and its logs.
 ///
+/// **For implementers.** The provided methods fit one kind of machine: its vCPUs reach memory by
+/// [`GuestRam`] alone, as a VMM's devices do. They find missing pages and log writes there. A
+/// machine whose vCPUs reach memory in another way implements *every* method but
+/// [`Machine::console`]. Otherwise the writes of its vCPUs are in no dirty log, and a migration
+/// loses them. Such a machine calls [`GuestRam::arm`], [`GuestRam::begin`] and
+/// [`GuestRam::harvest_writes`] for the VMM's own accesses.
+///
 /// The life of a machine that receives a migration:
 /// 1. [`Machine::arm_userfault`], before any vCPU has run.
 /// 2. [`Machine::begin_postcopy`], when the bytes of all other pages are in place.
@@ -110,8 +162,8 @@ pub struct NewMachine {
 ///    the caller clears the page's bit in the missing bitmap.
 /// 4. [`Machine::disarm_userfault`], when no page is missing.
 pub trait Machine: Send + Sync {
-    /// The engine that runs it.
-    fn engine(&self) -> Engine;
+    /// The names that both ends of a migration must share. They never change.
+    fn kind(&self) -> MachineKind<'_>;
 
     /// Its memory, also for the VMM's own accesses.
     fn ram(&self) -> &Arc<GuestRam>;
@@ -128,7 +180,10 @@ pub trait Machine: Send + Sync {
     ///
     /// # Errors
     /// When the kernel refuses.
-    fn set_dirty_log(&self, on: bool) -> Result<(), MachineError>;
+    fn set_dirty_log(&self, _on: bool) -> Result<(), MachineError> {
+        self.ram().forget_writes();
+        Ok(())
+    }
 
     /// Adds the pages written since the last call to `dirty`. Returns the number of pages that were
     /// not in it.
@@ -140,14 +195,23 @@ pub trait Machine: Send + Sync {
     ///
     /// # Errors
     /// When the dirty log is not on, or the kernel refuses.
-    fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError>;
+    fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError> {
+        self.ram().harvest_writes(dirty, rearm)
+    }
 
     /// The deliveries that this machine can use on this host, the newest first.
-    fn deliveries(&self) -> Vec<Delivery>;
+    fn deliveries(&self) -> Vec<Delivery> {
+        vec![Delivery::Exit]
+    }
 
     /// The delivery, once the machine was armed. It becomes final when
     /// [`Machine::assist_postcopy`] returns.
-    fn delivery(&self) -> Option<DeliveryInUse>;
+    fn delivery(&self) -> Option<DeliveryInUse> {
+        self.ram().is_armed().then(|| DeliveryInUse {
+            delivery: Delivery::Exit,
+            because: "it is the only one of this engine".into(),
+        })
+    }
 
     /// Begins to deliver faults on the pages whose bit in `missing` is set. The bitmap is the one
     /// truth: the engine reads it at each fault. No vCPU may have run since the machine was
@@ -169,11 +233,19 @@ pub trait Machine: Send + Sync {
         &self,
         missing: Arc<PageBitmap>,
         options: ArmOptions,
-    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError>;
+    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
+        if let Some(other) = options.delivery.filter(|wanted| *wanted != Delivery::Exit) {
+            return Err(MachineError::NoDelivery(other));
+        }
+        self.ram().arm(&missing, &options, || Ok(()))?;
+        Ok(Vec::new())
+    }
 
     /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::unchecked`])
     /// and then calls [`Machine::install`]. Otherwise it passes them to [`Machine::install_copy`].
-    fn receives_in_place(&self) -> bool;
+    fn receives_in_place(&self) -> bool {
+        true
+    }
 
     /// Makes `pages` pages from `first` accessible to vCPUs, and wakes threads that sleep on them
     /// in the kernel. Their bytes must be in their final place. Repeating it is harmless. Do not
@@ -181,14 +253,20 @@ pub trait Machine: Send + Sync {
     ///
     /// # Errors
     /// When the kernel refuses; the guest then cannot reach the page.
-    fn install(&self, first: RamPage, pages: u64) -> Result<(), MachineError>;
+    fn install(&self, _first: RamPage, _pages: u64) -> Result<(), MachineError> {
+        Ok(())
+    }
 
     /// Puts `bytes` (one page) into `page`, makes it accessible and wakes sleepers, atomically for
     /// vCPUs.
     ///
     /// # Errors
     /// When the kernel refuses; the guest then cannot reach the page.
-    fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError>;
+    fn install_copy(&self, _page: RamPage, _bytes: &[u8]) -> Result<(), MachineError> {
+        Err(MachineError::WrongState(
+            "this machine takes pages in place only",
+        ))
+    }
 
     /// Prepares the missing pages for the delivery (punches holes). Call it once, when the missing
     /// bitmap has its final contents, and before any vCPU runs. It is quick, as it is part of the
@@ -196,7 +274,10 @@ pub trait Machine: Send + Sync {
     ///
     /// # Errors
     /// When the kernel refuses.
-    fn begin_postcopy(&self) -> Result<(), MachineError>;
+    fn begin_postcopy(&self) -> Result<(), MachineError> {
+        self.ram().begin();
+        Ok(())
+    }
 
     /// Does the delivery's work that may run beside the guest (marking missing pages with poison).
     /// A guest whose pages cannot be marked safely gets none, unless `arm_userfault` was told
@@ -209,15 +290,19 @@ pub trait Machine: Send + Sync {
     /// When the kernel refuses.
     fn assist_postcopy(
         &self,
-        stop: &dyn Fn() -> bool,
-        want: &dyn Fn(RamPage),
-    ) -> Result<(), MachineError>;
+        _stop: &dyn Fn() -> bool,
+        _want: &dyn Fn(RamPage),
+    ) -> Result<(), MachineError> {
+        Ok(())
+    }
 
     /// Ends delivery: no page is missing any more.
     ///
     /// # Errors
     /// When a bit of the missing bitmap is still set, or the kernel refuses.
-    fn disarm_userfault(&self) -> Result<(), MachineError>;
+    fn disarm_userfault(&self) -> Result<(), MachineError> {
+        self.ram().disarm()
+    }
 
     /// Makes one huge page of the host of the 2 MiB from `first`, if all of it is present and has
     /// memory. vCPUs may run meanwhile. A vCPU that touches the range waits for it, for as long as
@@ -225,20 +310,26 @@ pub trait Machine: Send + Sync {
     ///
     /// # Panics
     /// If the range does not begin at a multiple of 2 MiB, or leaves RAM.
-    fn collapse(&self, first: RamPage) -> Collapsed;
+    fn collapse(&self, _first: RamPage) -> Collapsed {
+        Collapsed::Refused
+    }
 
     /// The bytes of RAM that the host maps by pages of 2 MiB and more, for the guest. The kernel
     /// walks the process's page tables: about 10 ms for each GiB of small pages.
     ///
     /// # Errors
     /// When the kernel does not give the list of mappings.
-    fn host_large_bytes(&self) -> Result<u64, MachineError>;
+    fn host_large_bytes(&self) -> Result<u64, MachineError> {
+        huge::host_bytes(self.ram(), self.ram().alias_hva(RamPage(0)))
+    }
 
     /// The bytes of RAM that the engine itself maps so for its vCPUs. `None` if KVM does not count
     /// them. Quick. Exact while no vCPU runs.
-    fn engine_large_bytes(&self) -> Option<u64>;
+    fn engine_large_bytes(&self) -> Option<u64> {
+        None
+    }
 
     /// Wakes the vCPUs that sleep inside the kernel on missing pages, of a VM that never runs
     /// again. Hold the vCPUs first: they then leave the guest, and run nothing on these pages.
-    fn abandon(&self);
+    fn abandon(&self) {}
 }

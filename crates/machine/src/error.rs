@@ -62,6 +62,9 @@ pub enum MachineError {
     /// The host lacks a kind of memory. The text has the reason and the remedy.
     #[error("{0}")]
     NoBacking(String),
+    /// Memory of the VMM that cannot be guest memory. The text has the region and the reason.
+    #[error("guest memory cannot be adopted: {0}")]
+    Adopt(String),
     /// A call that does not fit the machine's present state.
     #[error("{0}")]
     WrongState(&'static str),

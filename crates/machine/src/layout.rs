@@ -1,7 +1,8 @@
 //! The place of RAM in guest-physical address space.
 //!
-//! RAM starts at address 0. A hole from 3 GiB to 4 GiB is left for devices. RAM that does not fit
-//! below the hole continues at 4 GiB. Both engines use the same layout.
+//! A VMM may choose its regions ([`RamLayout::new`]). By default ([`RamLayout::for_memory`]) RAM
+//! starts at address 0. A hole from 3 GiB to 4 GiB is left for devices. RAM that does not fit below
+//! the hole continues at 4 GiB. Both engines use the same layout.
 //!
 //! In a bitmap of RAM pages, the bits of each region begin with a 64-bit word. So a part of such a
 //! bitmap can be a slot's dirty log or userfault bitmap, whose words KVM counts from the slot.
@@ -25,6 +26,8 @@ const PAGES_PER_WORD: u64 = u64::BITS as u64;
 const _: () = assert!((HOLE_START / PAGE_SIZE).is_multiple_of(PAGES_PER_WORD));
 /// The most RAM that a machine may have: 16 TiB.
 const MAX_MEMORY: u64 = 16 << 40;
+/// The most regions that RAM may have.
+const MAX_REGIONS: usize = 64;
 
 /// A piece of RAM that is contiguous in guest-physical address space. Each has a memory slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,12 +89,88 @@ pub enum LayoutError {
         /// The memory.
         bytes: u64,
     },
+    /// Too many regions.
+    #[error("RAM has at most {MAX_REGIONS} regions, not {0}")]
+    Regions(usize),
+    /// A region of RAM that cannot be where it is.
+    #[error("a region of {bytes} bytes at {start} {why}")]
+    Region {
+        /// Its guest-physical address.
+        start: Gpa,
+        /// Its size.
+        bytes: u64,
+        /// What is wrong, and what would be right.
+        why: &'static str,
+    },
     /// Zero or too many vCPUs.
     #[error("a machine has 1 to {MAX_VCPUS} vCPUs, not {0}")]
     Vcpus(u32),
 }
 
 impl RamLayout {
+    /// The layout with these regions: their guest-physical addresses and sizes in bytes, ascending.
+    ///
+    /// ```
+    /// use pageferry_addr::{Gfn, Gpa, RamPage};
+    /// use pageferry_machine::RamLayout;
+    ///
+    /// let layout = RamLayout::new(&[(Gpa(0), 512 << 10), (Gpa(1 << 30), 4096)])?;
+    /// assert_eq!(layout.pages(), 129);
+    /// assert_eq!(layout.gfn_of(RamPage(128)), Some(Gfn(1 << 18)));
+    /// assert!(RamLayout::new(&[(Gpa(0), 4096), (Gpa(1 << 30), 4096)]).is_err());
+    /// # Ok::<(), pageferry_machine::LayoutError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When there is no region, or more than 64 or 16 TiB of them. When a region has no whole pages,
+    /// begins before the end of the one before, or leaves the address space. When a region before
+    /// the last is no multiple of 256 KiB, so that it would share a word of bitmaps with the next.
+    pub fn new(regions: &[(Gpa, u64)]) -> Result<Self, LayoutError> {
+        if regions.len() > MAX_REGIONS {
+            return Err(LayoutError::Regions(regions.len()));
+        }
+        let mut layout = Self {
+            regions: Vec::with_capacity(regions.len()),
+            pages: 0,
+        };
+        let mut free = 0;
+        for (slot, &(start, bytes)) in (0..).zip(regions) {
+            let end = start.0.checked_add(bytes);
+            let whole = |value: u64| value.is_multiple_of(PAGE_SIZE);
+            let wrong = if bytes == 0 || !whole(start.0) || !whole(bytes) {
+                Some("is not of whole pages: use multiples of 4096")
+            } else if start.0 < free {
+                Some("begins before the end of the region before: sort the regions")
+            } else if !layout.pages.is_multiple_of(PAGES_PER_WORD) {
+                Some("follows a region that is no multiple of 262144 bytes: only the last may be")
+            } else if end.is_none() {
+                Some("leaves the address space")
+            } else {
+                None
+            };
+            if let Some(why) = wrong {
+                return Err(LayoutError::Region { start, bytes, why });
+            }
+            layout.regions.push(RamRegion {
+                slot,
+                gfn: start.gfn(),
+                pages: bytes / PAGE_SIZE,
+                first: RamPage(layout.pages),
+            });
+            free = end.unwrap_or(u64::MAX);
+            layout.pages = layout.pages.saturating_add(bytes / PAGE_SIZE);
+            if layout.pages > MAX_MEMORY / PAGE_SIZE {
+                return Err(LayoutError::TooLarge(
+                    layout.pages.saturating_mul(PAGE_SIZE),
+                ));
+            }
+        }
+        match layout.pages {
+            0 => Err(LayoutError::Empty),
+            _ => Ok(layout),
+        }
+    }
+
     /// The layout of `bytes` bytes of RAM.
     ///
     /// ```
@@ -116,25 +195,12 @@ impl RamLayout {
         if bytes > MAX_MEMORY {
             return Err(LayoutError::TooLarge(bytes));
         }
-        let low = bytes.min(HOLE_START) / PAGE_SIZE;
-        let mut regions = vec![RamRegion {
-            slot: 0,
-            gfn: Gfn(0),
-            pages: low,
-            first: RamPage(0),
-        }];
-        if bytes > HOLE_START {
-            regions.push(RamRegion {
-                slot: 1,
-                gfn: Gpa(HOLE_END).gfn(),
-                pages: bytes / PAGE_SIZE - low,
-                first: RamPage(low),
-            });
+        let low = bytes.min(HOLE_START);
+        let (low, high) = ((Gpa(0), low), (Gpa(HOLE_END), bytes - low));
+        match high {
+            (_, 0) => Self::new(&[low]),
+            _ => Self::new(&[low, high]),
         }
-        Ok(Self {
-            regions,
-            pages: bytes / PAGE_SIZE,
-        })
     }
 
     /// The regions, ascending.
@@ -213,6 +279,28 @@ mod tests {
             RamLayout::for_memory(huge),
             Err(LayoutError::TooLarge(huge))
         );
+    }
+
+    #[test]
+    fn regions_that_cannot_be_are_refused_with_what_would_be_right() {
+        let why = |regions: &[(u64, u64)]| {
+            let regions: Vec<_> = regions.iter().map(|&(at, n)| (Gpa(at), n)).collect();
+            RamLayout::new(&regions).unwrap_err().to_string()
+        };
+        const WORD: u64 = 256 << 10;
+        assert!(why(&[]).contains("at least one page"));
+        for odd in [[(0, 0)], [(0, 4097)], [(1, 4096)]] {
+            assert!(why(&odd).contains("multiples of 4096"), "{odd:?}");
+        }
+        for order in [[(WORD, WORD), (0, 4096)], [(0, 2 * WORD), (WORD, WORD)]] {
+            assert!(why(&order).contains("sort the regions"), "{order:?}");
+        }
+        assert!(why(&[(0, 4096), (WORD, WORD)]).contains("only the last"));
+        assert!(why(&[(u64::MAX - 4095, 8192)]).contains("address space"));
+        assert!(why(&[(0, MAX_MEMORY), (MAX_MEMORY, 4096)]).contains("16 TiB"));
+        let many: Vec<_> = (0..65).map(|n| (n * WORD, WORD)).collect();
+        assert!(why(&many).contains("at most 64 regions, not 65"));
+        assert!(RamLayout::new(&[(Gpa(WORD), WORD), (Gpa(WORD * 9), 4096)]).is_ok());
     }
 
     #[test]

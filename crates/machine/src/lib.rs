@@ -1,4 +1,4 @@
-//! Virtual machines behind two traits, [`Machine`] and [`Vcpu`], with two engines: KVM and soft.
+//! Virtual machines behind traits: [`Machine`], [`Vcpu`] and [`Vcpus`]. Two engines: KVM and soft.
 //!
 //! **Guarantee.** A migration, a demo or a benchmark is written once against [`Machine`] and
 //! [`Vcpu`], and runs on every [`Engine`]. Guest memory is reached through [`GuestRam`] only. A
@@ -36,6 +36,7 @@
 //! ```
 
 mod access;
+mod adopt;
 mod backing;
 mod choice;
 mod console;
@@ -44,6 +45,7 @@ mod device_state;
 #[cfg(feature = "vm-memory")]
 mod devices;
 mod engine;
+mod engine_side;
 mod error;
 mod fault_events;
 mod gate;
@@ -58,9 +60,11 @@ mod threads;
 mod translate;
 mod unchecked;
 mod vcpu;
+mod vcpus;
 mod written;
 
 pub use access::{AccessError, At, Fetch, Frozen};
+pub use adopt::AdoptedRegion;
 pub use backing::Backing;
 pub use choice::{create, select};
 pub use console::Console;
@@ -68,7 +72,7 @@ pub use delivery::{ArmOptions, Delivery, DeliveryInUse, DeliveryTrial};
 pub use device_state::{Apply, Device};
 #[cfg(feature = "vm-memory")]
 pub use devices::{DeviceMemory, DeviceRegion, DeviceView, Written};
-pub use engine::{Engine, EngineChoice, Machine, MachineSpec, NewMachine};
+pub use engine::{Engine, EngineChoice, Machine, MachineKind, MachineSpec, NewMachine};
 pub use error::MachineError;
 pub use fault_events::{FaultEvent, FaultEvents};
 pub use huge::Collapsed;
@@ -76,9 +80,10 @@ pub use layout::{DOORBELL_GPA, LayoutError, MAX_VCPUS, RamLayout, RamRegion};
 pub use linux::{ImageError, Linux, LinuxError, MAX_COMMAND_LINE};
 pub use pageferry_sbi::{Reset, ResetKind};
 pub use ram::GuestRam;
-pub use threads::{PauseReport, VcpuHooks, VcpuThreads};
+pub use threads::{VcpuHooks, VcpuThreads};
 pub use unchecked::UncheckedRam;
 pub use vcpu::{Access, Exit, FirstInstruction, HookVerdict, Kicker, StartState, Vcpu, VcpuState};
+pub use vcpus::{PauseReport, Vcpus};
 
 /// Runs the examples of the README.
 #[cfg(doctest)]

@@ -13,7 +13,7 @@
 //! ([`GuestRam::read`], in `access`) look at the missing bitmap and enter the dirty log. Code that
 //! places or sends pages takes the privileged way ([`GuestRam::unchecked`]).
 
-use crate::access::{Fetch, MapPages};
+use crate::access::{Fetch, MapPages, StoreRules};
 use crate::gate::Gate;
 use crate::written::WriteLog;
 use crate::{Backing, MachineError, RamLayout};
@@ -41,13 +41,9 @@ unsafe impl Sync for Mapping {}
 const ALIGN: usize = PageSize::Size2M.bytes() as usize;
 
 impl Mapping {
-    /// Maps all `bytes` bytes of `fd`, or private memory without one. This reserves the pages of a
-    /// pool.
-    fn new(
-        fd: Option<BorrowedFd<'_>>,
-        bytes: usize,
-        backing: Backing,
-    ) -> Result<Self, MachineError> {
+    /// Maps the `bytes` bytes of all `files` one behind the other, or private memory without files.
+    /// This reserves the pages of a pool.
+    fn new(files: &[RamFile], bytes: usize, backing: Backing) -> Result<Self, MachineError> {
         let failed = |e| match e {
             Errno::NOMEM if backing.is_hugetlb() => backing.refused(bytes as u64),
             _ => MachineError::os("cannot map guest memory", e),
@@ -76,12 +72,24 @@ impl Mapping {
         let flags = MapFlags::FIXED | reserve;
         // SAFETY: `before` is less than `align`, so the range lies in the room that was just
         // reserved. Nobody else knows that room.
-        let start = unsafe {
-            let at = reserved.byte_add(before);
-            match fd {
-                Some(fd) => rustix::mm::mmap(at, bytes, access, MapFlags::SHARED | flags, fd, 0),
-                None => rustix::mm::mmap_anonymous(at, bytes, access, MapFlags::PRIVATE | flags),
-            }
+        let at = unsafe { reserved.byte_add(before) };
+        let start = if files.is_empty() {
+            // SAFETY: as above.
+            unsafe { rustix::mm::mmap_anonymous(at, bytes, access, MapFlags::PRIVATE | flags) }
+        } else {
+            let map = |file: &RamFile| {
+                let bytes = (file.pages * PAGE_SIZE) as usize;
+                // SAFETY: as above, and all files together have `bytes` bytes.
+                unsafe {
+                    let at = at.byte_add(file.first.byte_offset() as usize);
+                    let flags = MapFlags::SHARED | flags;
+                    rustix::mm::mmap(at, bytes, access, flags, &file.fd, file.offset)
+                }
+            };
+            files
+                .iter()
+                .try_for_each(|file| map(file).map(drop))
+                .map(|()| at)
         };
         // The rest of the room, or all of it.
         let (head, tail) = match start {
@@ -113,6 +121,18 @@ impl Drop for Mapping {
     }
 }
 
+/// The place of the first data at or behind `offset`.
+fn data_after(fd: BorrowedFd<'_>, offset: u64) -> Result<Option<u64>, MachineError> {
+    match rustix::fs::seek(fd, SeekFrom::Data(offset)) {
+        Ok(data) => Ok(Some(data)),
+        Err(Errno::NXIO) => Ok(None),
+        Err(e) => {
+            let what = "cannot find the allocated pages of guest memory";
+            Err(MachineError::os(what, e))
+        }
+    }
+}
+
 /// A sealed memfd of `bytes` bytes.
 fn memfd(bytes: u64, flags: MemfdFlags) -> Result<OwnedFd, MachineError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | flags;
@@ -126,20 +146,31 @@ fn memfd(bytes: u64, flags: MemfdFlags) -> Result<OwnedFd, MachineError> {
     Ok(fd)
 }
 
+/// A part of a memfd that is a part of RAM.
+pub(crate) struct RamFile {
+    pub(crate) first: RamPage,
+    pub(crate) pages: u64,
+    pub(crate) fd: OwnedFd,
+    /// The place of its first page in the memfd, in bytes.
+    pub(crate) offset: u64,
+}
+
 /// The memory of one VM.
 pub struct GuestRam {
     layout: RamLayout,
     backing: Backing,
     guest: Mapping,
-    /// The second mapping, and the memfd. Private memory has neither.
+    /// The second mapping, and the memfds in order. Private memory has neither.
     alias: Option<Mapping>,
-    fd: Option<OwnedFd>,
+    files: Vec<RamFile>,
     /// Before the VMM's own accesses.
     pub(crate) gate: Gate,
     /// The pages that the VMM wrote.
     pub(crate) written: WriteLog,
     /// The source of missing pages. Weak, since it holds the machine.
     pub(crate) fetch: OnceLock<Weak<dyn Fetch>>,
+    /// The engine's rules for the VMM's stores.
+    pub(crate) rules: OnceLock<Box<StoreRules>>,
     /// Maps pages of private memory, once a machine was armed.
     pub(crate) map: OnceLock<Box<MapPages>>,
 }
@@ -168,24 +199,40 @@ impl GuestRam {
     pub fn with_backing(layout: RamLayout, backing: Backing) -> Result<Self, MachineError> {
         backing.check_layout(&layout)?;
         backing.check(layout.bytes())?;
-        let bytes = usize::try_from(layout.bytes())
-            .map_err(|_| crate::LayoutError::TooLarge(layout.bytes()))?;
         let fd = (backing.memfd_flags())
             .map(|flags| memfd(layout.bytes(), flags))
             .transpose()?;
-        let map = |fd: Option<&OwnedFd>| Mapping::new(fd.map(AsFd::as_fd), bytes, backing);
-        let guest = map(fd.as_ref())?;
-        let alias = fd.as_ref().map(|fd| map(Some(fd))).transpose()?;
+        let file = fd.map(|fd| RamFile {
+            first: RamPage(0),
+            pages: layout.pages(),
+            fd,
+            offset: 0,
+        });
+        Self::of_files(layout, backing, file.into_iter().collect())
+    }
+
+    /// Memory of these files, which have all pages of the layout, or private memory without files.
+    pub(crate) fn of_files(
+        layout: RamLayout,
+        backing: Backing,
+        files: Vec<RamFile>,
+    ) -> Result<Self, MachineError> {
+        let bytes = usize::try_from(layout.bytes())
+            .map_err(|_| crate::LayoutError::TooLarge(layout.bytes()))?;
+        let map = || Mapping::new(&files, bytes, backing);
+        let guest = map()?;
+        let alias = (!files.is_empty()).then(map).transpose()?;
         Ok(Self {
             written: WriteLog::try_new(layout.pages())?,
             gate: Gate::default(),
             fetch: OnceLock::new(),
             map: OnceLock::new(),
+            rules: OnceLock::new(),
             layout,
             backing,
             guest,
             alias,
-            fd,
+            files,
         })
     }
 
@@ -251,9 +298,20 @@ impl GuestRam {
         (offset < self.layout.bytes()).then_some(RamPage(offset / PAGE_SIZE))
     }
 
-    /// The memfd, unless the memory is private.
-    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.fd.as_ref().map(AsFd::as_fd)
+    /// The parts of memfds behind `pages` pages from `first`: each with its place in bytes and its
+    /// size in pages. None if the memory is private.
+    pub(crate) fn files(
+        &self,
+        first: RamPage,
+        pages: u64,
+    ) -> impl Iterator<Item = (BorrowedFd<'_>, u64, u64)> {
+        let end = first.0 + pages;
+        self.files.iter().filter_map(move |file| {
+            let from = first.0.max(file.first.0);
+            let to = end.min(file.first.0 + file.pages);
+            let offset = file.offset + (from.saturating_sub(file.first.0)) * PAGE_SIZE;
+            (from < to).then(|| (file.fd.as_fd(), offset, to - from))
+        })
     }
 
     /// Allocates all of RAM now, so that no later touch waits for the host's allocator.
@@ -295,17 +353,22 @@ impl GuestRam {
             return Ok(None);
         }
         let bounded = |start: u64| start..start.saturating_add(most.max(1)).min(self.pages());
-        let Some(fd) = self.fd() else {
+        if self.files.is_empty() {
             return Ok(Some(bounded(from.0)));
-        };
-        // Not SEEK_HOLE: it would look at all the memory up to the next hole.
-        let pages = match rustix::fs::seek(fd, SeekFrom::Data(from.byte_offset())) {
-            Err(Errno::NXIO) => return Ok(None),
-            Err(e) => {
-                let what = "cannot find the allocated pages of guest memory";
-                return Err(MachineError::os(what, e));
+        }
+        let mut next = from.0;
+        let mut found = None;
+        for (fd, offset, pages) in self.files(from, self.pages() - from.0) {
+            // Not SEEK_HOLE: it would look at all the memory up to the next hole.
+            let data = data_after(fd, offset)?.map_or(pages, |data| (data - offset) / PAGE_SIZE);
+            if data < pages {
+                found = Some(bounded(next + data));
+                break;
             }
-            Ok(start) => bounded(start / PAGE_SIZE),
+            next += pages;
+        }
+        let Some(pages) = found else {
+            return Ok(None);
         };
         if self.backing().is_hugetlb() {
             return Ok(Some(pages));
@@ -321,18 +384,16 @@ impl GuestRam {
     /// # Errors
     /// When the kernel refuses.
     pub(crate) fn is_hole(&self, first: RamPage, pages: u64) -> Result<bool, MachineError> {
-        let end = self.offset(first, pages) as u64 + pages * PAGE_SIZE;
-        let Some(fd) = self.fd() else {
+        self.offset(first, pages);
+        if self.files.is_empty() {
             return Ok(pages == 0);
-        };
-        match rustix::fs::seek(fd, SeekFrom::Data(first.byte_offset())) {
-            Err(Errno::NXIO) => Ok(true),
-            Err(e) => Err(MachineError::os(
-                "cannot find the allocated pages of guest memory",
-                e,
-            )),
-            Ok(data) => Ok(data >= end),
         }
+        for (fd, offset, pages) in self.files(first, pages) {
+            if data_after(fd, offset)?.is_some_and(|data| data < offset + pages * PAGE_SIZE) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Whether all of `pages` pages from `first` are in memory.

@@ -15,7 +15,8 @@
 //!   ([`VcpuThreads::with_vcpus`]) without waiting.
 
 use crate::{
-    Access, Exit, FirstInstruction, HookVerdict, Kicker, MachineError, Reset, Vcpu, VcpuState,
+    Access, Exit, FirstInstruction, HookVerdict, Kicker, MachineError, PauseReport, Reset, Vcpu,
+    VcpuState, Vcpus,
 };
 use pageferry_addr::{Gpa, RamPage};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -52,15 +53,6 @@ pub trait VcpuHooks: Send + Sync {
 
     /// A pause begins. Hooks that sleep on a vCPU's behalf should check their kicker.
     fn pausing(&self) {}
-}
-
-/// The times at which the vCPUs stopped.
-#[derive(Clone, Copy, Debug)]
-pub struct PauseReport {
-    /// The first vCPU left the guest for good.
-    pub first_stop: Instant,
-    /// The last vCPU left the guest for good.
-    pub last_stop: Instant,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -339,6 +331,36 @@ impl VcpuThreads {
                 let _ = handle.join();
             }
         }
+    }
+}
+
+impl Vcpus for VcpuThreads {
+    fn count(&self) -> usize {
+        self.count()
+    }
+
+    fn pause(&self, limit: Duration) -> Result<PauseReport, MachineError> {
+        self.pause(limit)
+    }
+
+    fn resume(&self) {
+        self.resume();
+    }
+
+    fn inside(&self) -> usize {
+        self.inside()
+    }
+
+    fn save(&self) -> Result<Vec<VcpuState>, MachineError> {
+        self.save()
+    }
+
+    fn restore(&self, states: &[VcpuState]) -> Result<(), MachineError> {
+        self.restore(states)
+    }
+
+    fn first_instruction(&self, limit: Duration) -> Option<Instant> {
+        self.first_instruction(limit)
     }
 }
 

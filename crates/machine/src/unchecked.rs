@@ -12,7 +12,7 @@
 //! through raw pointers given to system calls ([`UncheckedRam::alias`]). A caller that needs a
 //! stable view (checksums) copies first, or reads a VM whose vCPUs are parked.
 
-use crate::{GuestRam, MachineError};
+use crate::{Backing, GuestRam, MachineError};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::mm::Advice;
@@ -163,26 +163,24 @@ impl UncheckedRam<'_> {
     /// When the kernel refuses, or the pages are no whole pages of a pool. Such a pool also loses
     /// the promise that the pages can be allocated again.
     pub fn punch_hole(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
-        let offset = self.ram.offset(first, pages) as u64;
+        self.ram.offset(first, pages);
         let unit = self.ram.backing().page_size().pages();
         if !first.0.is_multiple_of(unit) || !pages.is_multiple_of(unit) {
             return Err(MachineError::WrongState(
                 "only whole pages of a pool can be freed",
             ));
         }
-        let bytes = pages * PAGE_SIZE;
-        match self.ram.fd() {
-            Some(fd) => {
-                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                fallocate(fd, flags, offset, bytes)
-            }
-            // SAFETY: `offset` checked that the range is RAM. It reads as zero from now on, as the
+        let freed = if self.ram.backing() == Backing::Anonymous {
+            let at = self.alias(first, pages).cast();
+            // SAFETY: `alias` checked that the range is RAM. It reads as zero from now on, as the
             // caller wants.
-            None => unsafe {
-                let at = self.alias(first, pages).cast();
-                rustix::mm::madvise(at, bytes as usize, Advice::LinuxDontNeed)
-            },
-        }
-        .map_err(|e| MachineError::os("cannot punch a hole into guest memory", e))
+            unsafe { rustix::mm::madvise(at, (pages * PAGE_SIZE) as usize, Advice::LinuxDontNeed) }
+        } else {
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            self.ram
+                .files(first, pages)
+                .try_for_each(|(fd, offset, pages)| fallocate(fd, flags, offset, pages * PAGE_SIZE))
+        };
+        freed.map_err(|e| MachineError::os("cannot punch a hole into guest memory", e))
     }
 }

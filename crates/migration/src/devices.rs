@@ -14,8 +14,7 @@
 use crate::error::MigrationError;
 use crate::protocol_error::ProtocolError;
 use crate::wire::{
-    self, DeviceEntry, DeviceName, MAX_DEVICE_NAME_BYTES, MAX_DEVICE_STATE_BYTES,
-    MAX_DEVICE_STATES_BYTES,
+    self, DeviceEntry, MAX_DEVICE_STATE_BYTES, MAX_DEVICE_STATES_BYTES, MAX_NAME_BYTES, Name,
 };
 use pageferry_machine::{Apply, Device};
 use std::collections::HashSet;
@@ -35,9 +34,9 @@ fn refused(device: &dyn Device, why: impl Into<String>) -> MigrationError {
 pub(crate) fn announce(devices: Devices<'_>) -> Result<Vec<DeviceEntry>, MigrationError> {
     let mut names = HashSet::new();
     let entry = |device: &Arc<dyn Device>| {
-        let name: DeviceName = device.name().parse().map_err(|_| {
+        let name: Name = device.name().parse().map_err(|_| {
             let why = format!(
-                "has a name that cannot travel: expected 1 to {MAX_DEVICE_NAME_BYTES} printable \
+                "has a name that cannot travel: expected 1 to {MAX_NAME_BYTES} printable \
                  ASCII characters without spaces"
             );
             refused(&**device, why)

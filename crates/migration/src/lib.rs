@@ -81,8 +81,6 @@ pub use source::{
 };
 pub use status::SessionStatus;
 pub use vm::RunningVm;
-pub use wire::{ChannelId, ErrorCode, FrameType, MAX_DESCRIPTION_BYTES, Role, Status, WireError};
-
-/// The version of the vCPU state encoding, which both sides must share. Each engine's states carry
-/// a finer version too.
-pub const STATE_FORMAT: u16 = 1;
+pub use wire::{
+    ChannelId, ErrorCode, FrameType, Kind, MAX_DESCRIPTION_BYTES, Name, Role, Status, WireError,
+};

@@ -3,7 +3,7 @@
 use crate::Phase;
 use hdrhistogram::Histogram;
 use pageferry_addr::RamPage;
-use pageferry_machine::{DeliveryInUse, Engine};
+use pageferry_machine::DeliveryInUse;
 use std::time::Duration;
 
 /// Pages by the way they were sent. A page counts once for each time it was sent.
@@ -199,8 +199,8 @@ impl StallRow {
 pub struct DestinationReport {
     /// Every phase in order, with its start.
     pub phases: Vec<PhaseStart>,
-    /// The engine that runs the guest.
-    pub engine: Engine,
+    /// The name of the engine that runs the guest.
+    pub engine: String,
     /// The fault delivery.
     pub delivery: DeliveryInUse,
     /// The time at which the destination resumed the vCPUs.

@@ -159,9 +159,10 @@ impl GuestDescription {
             vcpus: u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]),
             memory_bytes: u64::from_le_bytes(*bytes[12..].first_chunk().expect("8 of 20 bytes")),
         };
+        let engine = offer.kind.engine.as_str().parse().map_err(refuse)?;
         let offered = Self {
             program,
-            ..Self::new(offer.engine, offer.vcpus, offer.memory_bytes)
+            ..Self::new(engine, offer.vcpus, offer.memory_bytes)
         };
         if found != offered {
             return Err(refuse(
@@ -181,10 +182,20 @@ impl GuestDescription {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pageferry_migration::Kind;
+
+    fn kind_of(engine: Engine) -> Kind {
+        let kind = engine.kind();
+        Kind {
+            engine: kind.engine.parse().unwrap(),
+            isa: kind.isa.parse().unwrap(),
+            state_format: kind.state_format.parse().unwrap(),
+        }
+    }
 
     fn offer(guest: Vec<u8>) -> Offer {
         Offer {
-            engine: Engine::Soft,
+            kind: kind_of(Engine::Soft),
             vcpus: 2,
             memory_bytes: 32 << 20,
             guest,
@@ -210,7 +221,7 @@ mod tests {
             ..ours
         };
         let x86 = Offer {
-            engine: Engine::Kvm,
+            kind: kind_of(Engine::Kvm),
             ..offer(x86.to_bytes())
         };
         let failure = of_offer(&x86).expect_err("no such Linux");

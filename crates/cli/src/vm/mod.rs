@@ -112,7 +112,7 @@ impl Vm {
 
     /// The engine that runs it.
     pub(crate) fn engine(&self) -> Engine {
-        self.inner.machine.engine()
+        self.guest.engine()
     }
 
     /// The delivery of faults on missing pages, if it was received.

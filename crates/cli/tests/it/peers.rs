@@ -245,14 +245,16 @@ fn open(address: &str) -> Connection {
 
 /// The set-up that a source sends, for a machine of 16 MiB with 2 vCPUs.
 fn setup(change: impl FnOnce(&mut Setup)) -> Vec<u8> {
-    use pageferry_migration::wire::{Engine, Isa, Region};
+    use pageferry_migration::wire::{Kind, Region};
     let memory_bytes = 16u64 << 20;
     let mut description = b"PFGD\x01\x00\x01\x02\x02\x00\x00\x00".to_vec();
     description.extend(memory_bytes.to_le_bytes());
     let mut setup = Setup {
-        engine: Engine::Soft,
-        isa: Isa::Riscv64,
-        state_format: pageferry_migration::STATE_FORMAT,
+        kind: Kind {
+            engine: "soft".parse().unwrap(),
+            isa: "riscv64".parse().unwrap(),
+            state_format: "soft-riscv64/1".parse().unwrap(),
+        },
         vcpus: 2,
         memory_bytes,
         regions: vec![Region {
@@ -289,7 +291,10 @@ fn a_source_that_does_not_fit_is_refused() {
             "its guest description and its machine differ",
         ),
         (|s| s.description[4] = 9, "version 9"),
-        (|s| s.state_format += 1, "format"),
+        (
+            |s| s.kind.state_format = "soft-riscv64/2".parse().unwrap(),
+            "format of vCPU states",
+        ),
         (|s| s.regions[0].gfn.0 = 1, "memory regions differ"),
     ];
     let dir = Dir::new();

@@ -57,8 +57,8 @@
 //! A vCPU decides to unwatch when it has made 2^18 slow stores since the last time. They
 //! cost as much as the exits by which the pages in use become watched again.
 //!
-//! **Limit.** A store by a thread of the VMM does not end a reservation, unless it goes through
-//! `write` as well.
+//! **Stores of the VMM** go through [`Vm::stores`](crate::Vm::stores), which calls `write` too. The
+//! thread of rule 3 also waits, before it confirms, for those that found the page not announced.
 
 use super::bus::Reserved;
 use super::int::{AmoInt, AmoOp};

@@ -28,6 +28,7 @@ mod vm_slot_changes;
 mod vm_slots;
 mod vm_snapshot;
 mod vm_speed;
+mod vm_stores;
 mod vm_stress;
 mod vm_wait;
 mod vm_write_track;

@@ -23,15 +23,17 @@ mod memory;
 mod state;
 mod vcpu;
 
+use crate::access::Extent;
 use crate::huge::{self, whole_range};
 use crate::{
-    ArmOptions, Collapsed, Console, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam,
-    LayoutError, MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine, RamLayout, RamRegion,
-    Vcpu,
+    AccessError, ArmOptions, Collapsed, Console, Delivery, Engine, FaultEvents, GuestRam,
+    LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine, RamLayout,
+    RamRegion, Vcpu,
 };
+use core::ops::Range;
 use harts::Harts;
 use memory::RamOwner;
-use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
+use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_hypervisor::{
     HostMemory, Region, SlotFlags, UserfaultBits, VcpuCore, Vm, VmConfig, VmError,
 };
@@ -59,24 +61,20 @@ struct Slots {
 /// # Errors
 /// When the sizes are out of range or the host has no room for the memory.
 pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
-    if spec.vcpus == 0 || spec.vcpus > MAX_VCPUS {
-        return Err(LayoutError::Vcpus(spec.vcpus).into());
-    }
     let layout = RamLayout::for_memory(spec.memory_bytes)?;
-    let ram = Arc::new(GuestRam::with_backing(layout, spec.backing)?);
-    let vm = Vm::new(VmConfig {
-        max_vcpus: spec.vcpus,
-        ..VmConfig::default()
-    });
-    let machine = Arc::new(SoftMachine {
-        vm,
-        owner: Arc::new(RamOwner(Arc::clone(&ram))),
-        ram,
-        console: Arc::default(),
-        slots: Mutex::default(),
-    });
-    machine.set_slots(&Slots::default())?;
-    let vcpus = (0..spec.vcpus)
+    create_with(spec.vcpus, GuestRam::with_backing(layout, spec.backing)?)
+}
+
+/// [`create`], with memory that the caller has made or adopted.
+///
+/// # Errors
+/// When the number of vCPUs is out of range.
+pub fn create_with(vcpus: u32, ram: GuestRam) -> Result<NewMachine, MachineError> {
+    if vcpus == 0 || vcpus > MAX_VCPUS {
+        return Err(LayoutError::Vcpus(vcpus).into());
+    }
+    let machine = SoftMachine::new(vcpus, ram)?;
+    let vcpus = (0..vcpus)
         .map(|id| machine.vm.create_vcpu(id).map_err(|e| refused(&e)))
         .collect::<Result<Vec<_>, MachineError>>()?;
     let harts = Arc::new(Harts::new(vcpus.iter().map(VcpuCore::kick_handle)));
@@ -93,6 +91,59 @@ fn refused(error: &VmError) -> MachineError {
 }
 
 impl SoftMachine {
+    /// A machine that has no vCPU yet.
+    fn new(max_vcpus: u32, ram: GuestRam) -> Result<Arc<Self>, MachineError> {
+        let ram = Arc::new(ram);
+        let machine = Arc::new(Self {
+            vm: Vm::new(VmConfig {
+                max_vcpus,
+                ..VmConfig::default()
+            }),
+            owner: Arc::new(RamOwner(Arc::clone(&ram))),
+            ram,
+            console: Arc::default(),
+            slots: Mutex::default(),
+        });
+        machine.follow_rules();
+        machine.set_slots(&Slots::default())?;
+        Ok(machine)
+    }
+
+    /// Makes the VMM's stores follow the rules of guest stores.
+    fn follow_rules(self: &Arc<Self>) {
+        // Weak, since the machine holds the memory.
+        let machine = Arc::downgrade(self);
+        self.ram.rules.get_or_init(|| {
+            Box::new(move |extent, store| match machine.upgrade() {
+                Some(machine) => machine.store(extent, store),
+                None => {
+                    store(0..extent.bytes);
+                    Ok(())
+                }
+            })
+        });
+    }
+
+    /// Stores by the rules of guest stores: no SC misses them, and no tracked page gets them.
+    fn store(&self, extent: Extent, store: &mut dyn FnMut(Range<u64>)) -> Result<(), AccessError> {
+        let stores = self.vm.stores();
+        let pages = extent.pages();
+        for region in self.ram.layout().regions() {
+            let first = region.first.0;
+            let inside = pages.start.max(first)..pages.end.min(first + region.pages);
+            if inside.is_empty() {
+                continue;
+            }
+            let inside = inside.start - first..inside.end - first;
+            if let Some(page) = stores.first_tracked(slot_id(region), inside) {
+                return Err(AccessError::Tracked(RamPage(first + page)));
+            }
+        }
+        let at = self.ram.alias_hva(extent.page).0 + extent.offset;
+        stores.store(Hva(at), extent.bytes, store);
+        Ok(())
+    }
+
     fn slots(&self) -> MutexGuard<'_, Slots> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -131,8 +182,8 @@ fn slot_id(region: &RamRegion) -> u16 {
 }
 
 impl Machine for SoftMachine {
-    fn engine(&self) -> Engine {
-        Engine::Soft
+    fn kind(&self) -> MachineKind<'_> {
+        Engine::Soft.kind()
     }
 
     fn ram(&self) -> &Arc<GuestRam> {
@@ -153,7 +204,7 @@ impl Machine for SoftMachine {
             ..slots.clone()
         };
         self.set_slots(&next)?;
-        self.ram.written.clear();
+        self.ram.forget_writes();
         *slots = next;
         Ok(())
     }
@@ -163,12 +214,7 @@ impl Machine for SoftMachine {
         if !slots.logging {
             return Err(MachineError::WrongState("the dirty log is not on"));
         }
-        if dirty.pages() as u64 != self.ram.pages() {
-            return Err(MachineError::WrongState(
-                "the dirty bitmap has not one bit for each page of RAM",
-            ));
-        }
-        let mut added = 0;
+        let mut added = self.ram.harvest_writes(dirty, rearm)?;
         for region in self.ram.layout().regions() {
             let first = region.words().start;
             let mut add = |word: usize, bits: u64| {
@@ -187,19 +233,7 @@ impl Machine for SoftMachine {
                 visited.map_err(|e| refused(&e))?;
             }
         }
-        Ok(added + self.ram.written.harvest(dirty, rearm))
-    }
-
-    fn deliveries(&self) -> Vec<Delivery> {
-        vec![Delivery::Exit]
-    }
-
-    fn delivery(&self) -> Option<DeliveryInUse> {
-        let armed = self.slots().missing.is_some();
-        armed.then(|| DeliveryInUse {
-            delivery: Delivery::Exit,
-            because: "it is the only one of the soft engine".into(),
-        })
+        Ok(added)
     }
 
     fn arm_userfault(
@@ -207,16 +241,10 @@ impl Machine for SoftMachine {
         missing: Arc<PageBitmap>,
         options: ArmOptions,
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
-        options.check(self.ram.pages(), self.ram.backing())?;
         if let Some(other) = options.delivery.filter(|wanted| *wanted != Delivery::Exit) {
             return Err(MachineError::NoDelivery(other));
         }
-        if missing.pages() as u64 != self.ram.pages() {
-            return Err(MachineError::WrongState(
-                "the missing bitmap has not one bit for each page of RAM",
-            ));
-        }
-        self.ram.gate.arm(&missing, || {
+        self.ram.arm(&missing, &options, || {
             let mut slots = self.slots();
             let next = Slots {
                 missing: Some(Arc::clone(&missing)),
@@ -227,15 +255,6 @@ impl Machine for SoftMachine {
             Ok(())
         })?;
         Ok(Vec::new())
-    }
-
-    fn receives_in_place(&self) -> bool {
-        true
-    }
-
-    /// Nothing to do: a page is present when its bit is clear.
-    fn install(&self, _first: RamPage, _pages: u64) -> Result<(), MachineError> {
-        Ok(())
     }
 
     fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError> {
@@ -257,49 +276,21 @@ impl Machine for SoftMachine {
         }
     }
 
-    fn host_large_bytes(&self) -> Result<u64, MachineError> {
-        huge::host_bytes(&self.ram, self.ram.alias_hva(RamPage(0)))
-    }
-
     fn engine_large_bytes(&self) -> Option<u64> {
         let leaves = PageSize::ALL.into_iter().zip(self.vm.mapped_leaves());
         let large = leaves.skip(1).map(|(size, leaves)| size.bytes() * leaves);
         Some(large.sum())
     }
 
-    /// Nothing to do: no vCPU sleeps inside the engine.
-    fn abandon(&self) {}
-
-    /// No page needs preparation.
-    fn begin_postcopy(&self) -> Result<(), MachineError> {
-        self.ram.gate.begin();
-        Ok(())
-    }
-
-    /// Nothing to assist.
-    fn assist_postcopy(
-        &self,
-        _stop: &dyn Fn() -> bool,
-        _want: &dyn Fn(RamPage),
-    ) -> Result<(), MachineError> {
-        Ok(())
-    }
-
     fn disarm_userfault(&self) -> Result<(), MachineError> {
         let mut slots = self.slots();
-        let Some(missing) = &slots.missing else {
-            return Err(MachineError::WrongState("userfault is not armed"));
-        };
-        if missing.next_set(0).is_some() {
-            return Err(MachineError::WrongState("pages are still missing"));
-        }
+        self.ram.disarm()?;
         let next = Slots {
             missing: None,
             ..slots.clone()
         };
         self.set_slots(&next)?;
         *slots = next;
-        self.ram.gate.begin();
         Ok(())
     }
 }
@@ -307,6 +298,7 @@ impl Machine for SoftMachine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pageferry_addr::Gpa;
 
     #[test]
     fn calls_out_of_turn_are_refused() {
@@ -341,6 +333,84 @@ mod tests {
         missing.clear(RamPage(99));
         machine.disarm_userfault().unwrap();
         assert!(machine.install_copy(RamPage(0), &[0; 5]).is_err());
+    }
+
+    /// lr.w a0, (a1); wfi, and then sc.w a0, a2, (a1); wfi.
+    const LR_SC: [u32; 4] = [0x1005_a52f, 0x1050_0073, 0x18c5_a52f, 0x1050_0073];
+    const PLACE: u64 = 0x2010;
+
+    fn machine() -> Arc<SoftMachine> {
+        let layout = RamLayout::for_memory(64 << 12).unwrap();
+        SoftMachine::new(1, GuestRam::new(layout).unwrap()).unwrap()
+    }
+
+    /// Whether an SC succeeds if the VMM does `store` between it and its LR.
+    fn sc_after(store: impl FnOnce(&Arc<GuestRam>)) -> bool {
+        let machine = machine();
+        let code = LR_SC.map(u32::to_le_bytes).concat();
+        machine.ram.try_write(RamPage(0), &code).unwrap();
+        let mut vcpu = machine.vm.create_vcpu(0).unwrap();
+        vcpu.hart_mut().set_x(11, PLACE);
+        vcpu.hart_mut().set_x(12, 7);
+        assert_eq!(vcpu.run(), pageferry_hypervisor::Exit::Halted);
+        store(&machine.ram);
+        assert_eq!(vcpu.run(), pageferry_hypervisor::Exit::Halted);
+        vcpu.hart().x(10) == 0
+    }
+
+    #[test]
+    fn the_accessor_ends_the_reservations_of_the_bytes_it_writes() {
+        assert!(sc_after(|_| ()));
+        assert!(sc_after(|ram| ram.try_write(Gpa(PLACE + 8), &[1]).unwrap()));
+        assert!(sc_after(|ram| ram
+            .try_read(Gpa(PLACE), &mut [0; 8])
+            .unwrap()));
+        for (at, bytes) in [(PLACE, 1), (PLACE - 5, 6), (PLACE - 0x1000, 0x2000)] {
+            let write = |ram: &Arc<GuestRam>| {
+                ram.try_write(Gpa(at), &vec![0; bytes]).unwrap();
+            };
+            assert!(!sc_after(write), "{bytes} bytes at {at:#x}");
+        }
+    }
+
+    #[test]
+    fn the_accessor_writes_no_tracked_page() {
+        let machine = machine();
+        let ram = &machine.ram;
+        machine.set_dirty_log(true).unwrap();
+        machine.vm.track_writes(0, 3..4).unwrap();
+        let tracked = Err(AccessError::Tracked(RamPage(3)));
+        assert_eq!(ram.try_write(Gpa(0x3008), &[1]), tracked);
+        assert_eq!(ram.try_write(Gpa(0x2000), &[1; 0x1001]), tracked);
+        assert_eq!(ram.write(RamPage(1), &[1; 0x4000], &|| false), tracked);
+        let mut bytes = [9; 0x4000];
+        ram.try_read(RamPage(1), &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 0), "nothing was written");
+        let dirty = PageBitmap::new(64);
+        assert_eq!(machine.harvest_dirty(&dirty, true).unwrap(), 0);
+        ram.try_write(Gpa(0x2000), &[1; 0x1000]).unwrap();
+        machine.vm.untrack_writes(0, 3..4).unwrap();
+        ram.try_write(Gpa(0x3008), &[1]).unwrap();
+        assert_eq!(machine.harvest_dirty(&dirty, true).unwrap(), 2);
+    }
+
+    #[cfg(feature = "vm-memory")]
+    #[test]
+    fn slices_of_devices_follow_the_rules_too() {
+        use crate::DeviceMemory;
+        use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
+        // Its handle of the memory is the machine's.
+        let write = |ram: &Arc<GuestRam>, at| {
+            let memory = DeviceMemory::new(Arc::clone(ram), || false);
+            memory.memory().write_obj(0_u32, GuestAddress(at))
+        };
+        assert!(!sc_after(|ram| write(ram, PLACE).unwrap()));
+        assert!(sc_after(|ram| write(ram, PLACE + 8).unwrap()));
+        let machine = machine();
+        machine.vm.track_writes(0, 3..4).unwrap();
+        let refused = write(&machine.ram, 0x3000).unwrap_err().to_string();
+        assert!(refused.contains("write-tracked"), "{refused}");
+        write(&machine.ram, 0x4000).unwrap();
     }
 
     #[test]

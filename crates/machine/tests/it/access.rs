@@ -39,7 +39,7 @@ fn on_each_engine(test: impl Fn(NewMachine)) {
 /// Calls `test` with a new machine of each engine, for each delivery of this host.
 pub(crate) fn on_each_delivery(test: impl Fn(NewMachine, Delivery)) {
     on_each_engine(|new| {
-        let engine = new.machine.engine();
+        let engine = new.machine.kind().engine.parse().unwrap();
         for delivery in new.machine.deliveries() {
             println!("{engine}, delivery '{delivery}'");
             test(machine(engine).unwrap(), delivery);
@@ -251,7 +251,7 @@ fn every_write_is_in_a_harvest() {
             }
             writers.into_iter().map(|w| w.join().unwrap()).sum()
         });
-        println!("{}: {writes} writes", machine.engine());
+        println!("{}: {writes} writes", machine.kind().engine);
         ram.try_write(RamPage(0), b"again").unwrap();
     });
 }

@@ -1,6 +1,7 @@
 //! The engines' integration tests: `/dev/kvm` (`kvm_*`), and the rest.
 
 mod access;
+mod adopt;
 mod backing;
 mod devices;
 #[cfg(target_arch = "x86_64")]

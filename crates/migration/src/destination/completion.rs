@@ -160,7 +160,7 @@ impl Supervisor<'_, '_, '_> {
         // Stop the vCPUs first. Only then may the threads that serve them end.
         self.core
             .fail(MigrationError::Internal("the migration has failed".into()));
-        let _ = self.vm.threads.pause(PAUSE_LIMIT);
+        let _ = self.vm.vcpus.pause(PAUSE_LIMIT);
         let _ = devices::pause(self.vm.devices);
         if let Some(control) = &mut self.control {
             let _ = control.send(&error.to_frame());
@@ -168,7 +168,7 @@ impl Supervisor<'_, '_, '_> {
         tracing::error!(missing = self.core.missing(), %error, "the VM stays paused");
         let vm = DestinationVm::PausedIncomplete {
             missing: self.core.missing(),
-            asleep: self.vm.threads.inside(),
+            asleep: self.vm.vcpus.inside(),
         };
         DestinationFailure { vm, error }
     }
@@ -180,7 +180,7 @@ impl Supervisor<'_, '_, '_> {
                 missing: 0,
                 asleep: 0,
             };
-            let _ = self.vm.threads.pause(PAUSE_LIMIT);
+            let _ = self.vm.vcpus.pause(PAUSE_LIMIT);
             let _ = devices::pause(self.vm.devices);
             let error = error.into();
             return Err(DestinationFailure { vm, error });
@@ -188,10 +188,10 @@ impl Supervisor<'_, '_, '_> {
         self.core.collapse();
         self.enter(Phase::Completed);
         let (stalls, faults, first_faults, local_faults) = self.core.stalls.collect();
-        let first = self.vm.threads.first_instruction(FIRST_LIMIT);
+        let first = self.vm.vcpus.first_instruction(FIRST_LIMIT);
         Ok(DestinationReport {
             phases: std::mem::take(&mut self.phases),
-            engine: self.vm.machine.engine(),
+            engine: self.vm.machine.kind().engine.to_owned(),
             // Marking pages may have shown that the guest needs another.
             delivery: self
                 .vm

@@ -5,7 +5,8 @@ use crate::cpus::CpuList;
 use crate::error::MigrationError;
 use crate::handshake::PlainPolicy;
 use crate::limits::Limits;
-use pageferry_machine::{ArmOptions, Delivery, Engine};
+use crate::wire::Kind;
+use pageferry_machine::{ArmOptions, Delivery};
 use std::fmt;
 
 /// The destination's configuration.
@@ -62,8 +63,8 @@ impl DestinationConfig {
 /// The VM that a source offers. The data is foreign: only the bounds of the fields were checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// The engine that it runs on, here too.
-    pub engine: Engine,
+    /// The kind of machine that it runs on, here too.
+    pub kind: Kind,
     /// The number of vCPUs.
     pub vcpus: u32,
     /// The size of RAM in bytes.

@@ -56,7 +56,7 @@ pub(super) fn prepare<'a>(
         Arc::clone(machine),
         missing,
         Arc::clone(&incoming.host.desk.letters),
-        vm.threads.count(),
+        vm.vcpus.count(),
         incoming.setup.urgent_channels,
     )?);
     resolver.attach(Arc::clone(&core))?;
@@ -140,7 +140,7 @@ pub(super) fn run<'a>(
             control,
             bulk: Vec::new(),
             precopy: precopy::Precopy::new(allocation),
-            loading: switchover::Loading::new(vm.threads.count(), states),
+            loading: switchover::Loading::new(vm.vcpus.count(), states),
             postcopy: Postcopy {
                 events,
                 threads: Vec::new(),

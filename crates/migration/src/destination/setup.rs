@@ -13,8 +13,8 @@ use crate::error::MigrationError;
 use crate::handshake::{HELLO_LIMIT, Stranger, StrangerError};
 use crate::phase::{Observer, Phase};
 use crate::report::DestinationReport;
-use crate::vm::{RunningVm, machine_engine, wire_engine};
-use crate::wire::{ErrorCode, ErrorMessage, Frame, SessionId, Setup, Side};
+use crate::vm::{RunningVm, kind_of};
+use crate::wire::{ErrorCode, ErrorMessage, Frame, Kind, SessionId, Setup, Side};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -92,7 +92,7 @@ pub(super) fn accept(
         host: Arc::clone(host),
         control: Some(candidate.control),
         offer: Offer {
-            engine: machine_engine(setup.engine),
+            kind: setup.kind.clone(),
             vcpus: setup.vcpus,
             memory_bytes: setup.memory_bytes,
             guest: setup.description.clone(),
@@ -254,42 +254,47 @@ impl Incoming {
                 .all(|(theirs, ours)| {
                     (theirs.slot, theirs.gfn, theirs.pages) == (ours.slot, ours.gfn, ours.pages)
                 });
-        let mismatch = if self.offer.engine != vm.machine.engine() {
-            format!(
-                "its engine is {}, this machine's is {}",
-                self.offer.engine,
-                vm.machine.engine()
-            )
-        } else if (self.setup.engine, self.setup.isa) != wire_engine(vm.machine.engine()) {
-            "its instruction set differs from that of this engine".into()
-        } else if self.setup.state_format != crate::STATE_FORMAT {
-            format!(
-                "its vCPU states have format {}, this side knows {}",
-                self.setup.state_format,
-                crate::STATE_FORMAT
-            )
-        } else if self.offer.vcpus as usize != vm.threads.count() {
-            format!(
-                "it has {} vCPUs, this machine has {}",
-                self.offer.vcpus,
-                vm.threads.count()
-            )
-        } else if self.offer.memory_bytes != layout.bytes() {
-            format!(
-                "it has {} bytes of memory, this machine has {}",
-                self.offer.memory_bytes,
-                layout.bytes()
-            )
-        } else if !same_regions {
-            "its memory regions differ from those of this machine".into()
-        } else {
-            match DeviceStates::due(vm.devices, &self.setup.devices) {
-                Ok(states) => return Ok(states),
-                Err(mismatch) => mismatch,
-            }
-        };
+        let mismatch =
+            if let Some(mismatch) = mismatch_of(&self.offer.kind, &kind_of(&**vm.machine)?) {
+                mismatch
+            } else if self.offer.vcpus as usize != vm.vcpus.count() {
+                format!(
+                    "it has {} vCPUs, this machine has {}",
+                    self.offer.vcpus,
+                    vm.vcpus.count()
+                )
+            } else if self.offer.memory_bytes != layout.bytes() {
+                format!(
+                    "it has {} bytes of memory, this machine has {}",
+                    self.offer.memory_bytes,
+                    layout.bytes()
+                )
+            } else if !same_regions {
+                "its memory regions differ from those of this machine".into()
+            } else {
+                match DeviceStates::due(vm.devices, &self.setup.devices) {
+                    Ok(states) => return Ok(states),
+                    Err(mismatch) => mismatch,
+                }
+            };
         Err(MigrationError::Mismatch(format!(
             "the offered VM does not fit: {mismatch}"
         )))
     }
+}
+
+/// The first name in which the offered VM and this machine differ.
+fn mismatch_of(theirs: &Kind, ours: &Kind) -> Option<String> {
+    [
+        ("engine", &theirs.engine, &ours.engine),
+        ("instruction set", &theirs.isa, &ours.isa),
+        (
+            "format of vCPU states",
+            &theirs.state_format,
+            &ours.state_format,
+        ),
+    ]
+    .into_iter()
+    .find(|(_, theirs, ours)| theirs != ours)
+    .map(|(what, theirs, ours)| format!("its {what} is {theirs}, this machine's is {ours}"))
 }

@@ -87,7 +87,7 @@ impl Supervisor<'_, '_, '_> {
             return Err(ProtocolError::MissingCount { announced, found }.into());
         }
         let states: Vec<VcpuState> = self.loading.states.drain(..).flatten().collect();
-        let vcpus = self.vm.threads.count();
+        let vcpus = self.vm.vcpus.count();
         if states.len() != vcpus || announced.vcpus as usize != vcpus {
             let (announced, found) = (announced.vcpus, states.len());
             return Err(ProtocolError::VcpuStates {
@@ -100,7 +100,7 @@ impl Supervisor<'_, '_, '_> {
         let devices = std::mem::take(&mut self.loading.devices);
         self.loading.decoded = devices.decode(announced.devices)?;
         self.vm.machine.begin_postcopy()?;
-        self.vm.threads.restore(&states)?;
+        self.vm.vcpus.restore(&states)?;
         self.core.begin_counting();
         self.serve_faults()?;
         self.precopy_data = self.inbound.data_pages.load(Ordering::Relaxed);
@@ -120,7 +120,7 @@ impl Supervisor<'_, '_, '_> {
             apply();
         }
         devices::resume(self.vm.devices);
-        self.vm.threads.resume();
+        self.vm.vcpus.resume();
         self.patience.set(self.host.config.limits.dead_after);
         self.enter(Phase::Postcopy);
         if let Err(error) = self.assist() {

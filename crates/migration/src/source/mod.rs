@@ -191,7 +191,7 @@ fn attempt(
         .map_err(|e| early(MigrationError::os("cannot make a session's secret", e)))?;
     let protection =
         crate::handshake::protection(config.tls.as_ref(), config.plain).map_err(early)?;
-    let vcpus = vm.threads.count();
+    let vcpus = vm.vcpus.count();
     let shared = Shared::new(ram, ledger, &session.letters, config, vcpus);
     std::thread::scope(|scope| {
         let dialler = recovery::Dialler {
@@ -633,7 +633,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         if std::mem::take(&mut self.devices_paused) {
             crate::devices::resume(self.vm.devices);
         }
-        self.vm.threads.resume();
+        self.vm.vcpus.resume();
     }
 }
 

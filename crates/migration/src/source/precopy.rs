@@ -206,8 +206,8 @@ impl Supervisor<'_, '_, '_> {
             self.precopy.least_harvest = Some(least.min(began.elapsed()));
         }
         let blackout = forecast::blackout(&Basis {
-            engine: self.vm.machine.engine(),
-            vcpus: self.vm.threads.count(),
+            engine: self.vm.machine.kind().engine,
+            vcpus: self.vm.vcpus.count(),
             round_trip: self.shared.round_trip(),
             harvest: self.precopy.least_harvest.unwrap_or_default(),
             runs,

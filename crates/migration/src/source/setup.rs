@@ -31,13 +31,10 @@ pub(super) fn offer(
     config: &SourceConfig,
 ) -> Result<Setup, MigrationError> {
     let layout = vm.machine.ram().layout();
-    let (engine, isa) = crate::vm::wire_engine(vm.machine.engine());
     let regions = layout.regions().iter();
     let setup = Setup {
-        engine,
-        isa,
-        state_format: crate::STATE_FORMAT,
-        vcpus: u32::try_from(vm.threads.count())
+        kind: crate::vm::kind_of(&**vm.machine)?,
+        vcpus: u32::try_from(vm.vcpus.count())
             .map_err(|_| MigrationError::Internal("too many vCPUs".into()))?,
         memory_bytes: layout.bytes(),
         regions: regions

@@ -45,7 +45,7 @@ impl Supervisor<'_, '_, '_> {
             control.send(&Frame::Missing(frame))?;
         }
         self.enter(Phase::SwitchOver);
-        let stopped = self.vm.threads.pause(PAUSE_LIMIT)?;
+        let stopped = self.vm.vcpus.pause(PAUSE_LIMIT)?;
         let pausing = Instant::now();
         self.devices_paused = true;
         devices::pause(self.vm.devices)?;
@@ -59,7 +59,7 @@ impl Supervisor<'_, '_, '_> {
                 _ => new.push(run.start as u64..run.end as u64),
             })?;
         }
-        let states = self.vm.threads.save()?;
+        let states = self.vm.vcpus.save()?;
         let saving = Instant::now();
         let devices = devices::save(self.vm.devices)?;
         devices_took += saving.elapsed();

@@ -3,9 +3,9 @@
 use core::fmt;
 
 use super::{
-    DESCRIPTOR_BYTES, MAX_DESCRIPTION_BYTES, MAX_DEVICE_NAME_BYTES, MAX_DEVICE_STATE_BYTES,
-    MAX_DEVICES, MAX_ERROR_BYTES, MAX_MISSING_BYTES, MAX_PAGES_BYTES, MAX_REGIONS,
-    MAX_VCPU_STATE_BYTES, Role, WireError,
+    DESCRIPTOR_BYTES, MAX_DESCRIPTION_BYTES, MAX_DEVICE_STATE_BYTES, MAX_DEVICES, MAX_ERROR_BYTES,
+    MAX_MISSING_BYTES, MAX_NAME_BYTES, MAX_PAGES_BYTES, MAX_REGIONS, MAX_VCPU_STATE_BYTES, Role,
+    WireError,
 };
 
 /// A side of the migration.
@@ -222,14 +222,14 @@ impl FrameType {
     pub const fn payload_bounds(self) -> (u32, u32) {
         match self {
             Self::Setup => (
-                32 + 24,
-                (32 + 24 * MAX_REGIONS + 68 * MAX_DEVICES + MAX_DESCRIPTION_BYTES) as u32,
+                224 + 24,
+                (224 + 24 * MAX_REGIONS + 68 * MAX_DEVICES + MAX_DESCRIPTION_BYTES) as u32,
             ),
             Self::Error | Self::Discarded => (0, MAX_ERROR_BYTES as u32),
             Self::Pages => (DESCRIPTOR_BYTES as u32, MAX_PAGES_BYTES as u32),
             Self::Missing => (2, MAX_MISSING_BYTES as u32),
             Self::VcpuState => (1, MAX_VCPU_STATE_BYTES as u32),
-            Self::DeviceState => (1, (MAX_DEVICE_NAME_BYTES + MAX_DEVICE_STATE_BYTES) as u32),
+            Self::DeviceState => (1, (MAX_NAME_BYTES + MAX_DEVICE_STATE_BYTES) as u32),
             Self::SwitchOver => (24, 24),
             Self::ChannelEnded => (8, 8),
             Self::SetupAck

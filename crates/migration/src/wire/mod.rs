@@ -32,6 +32,7 @@ mod hello;
 mod hello_reply;
 mod messages;
 mod missing;
+mod name;
 mod pages;
 mod proof;
 mod setup;
@@ -43,7 +44,7 @@ pub use capabilities::Capabilities;
 pub use channel_id::ChannelId;
 pub use channel_key::{ChannelKey, Role, SessionId};
 pub use checksum::FrameHasher;
-pub use device::{DeviceEntry, DeviceName, DeviceState};
+pub use device::{DeviceEntry, DeviceState};
 pub use error::{FirstBytes, WireError};
 pub use error_message::{ErrorCode, ErrorMessage};
 pub use frame::Frame;
@@ -53,9 +54,10 @@ pub use hello::{Hello, check_magic};
 pub use hello_reply::HelloReply;
 pub use messages::{DestinationStage, Pass, SetupProgress, SourceStage, SwitchOver, VcpuState};
 pub use missing::MissingRuns;
+pub use name::Name;
 pub use pages::{Run, RunKind, RunList, RunRefused};
 pub use proof::{Credentials, Welcome};
-pub use setup::{Engine, Isa, Region, Setup};
+pub use setup::{Kind, Region, Setup};
 pub use status::Status;
 pub use text::Text;
 pub use urgent::{UrgentKind, UrgentMessage, urgent_reply, urgent_reply_page, urgent_reply_zero};
@@ -110,8 +112,8 @@ pub const MAX_MISSING_BYTES: usize = 512 << 10;
 pub const MAX_VCPU_STATE_BYTES: usize = 64 << 10;
 /// The most devices in a [`Setup`].
 pub const MAX_DEVICES: usize = 1024;
-/// The longest name of a device, in bytes.
-pub const MAX_DEVICE_NAME_BYTES: usize = 64;
+/// The longest [`Name`] in bytes.
+pub const MAX_NAME_BYTES: usize = 64;
 /// The longest state of one device, in bytes: 16 MiB.
 pub const MAX_DEVICE_STATE_BYTES: usize = 16 << 20;
 /// The longest payloads of all DeviceState frames of a session together, in bytes: 64 MiB.

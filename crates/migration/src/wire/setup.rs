@@ -1,36 +1,29 @@
 //! The description of the VM: the first frame of a migration.
 
-use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::device::EntryLayout;
 use super::error::{in_range, reserved_zero};
+use super::name::NameLayout;
 use super::{
     DeviceEntry, MAX_CHANNELS, MAX_DESCRIPTION_BYTES, MAX_DEVICES, MAX_MEMORY_BYTES, MAX_REGIONS,
-    MAX_VCPUS, PAGE_BYTES, WireError,
+    MAX_VCPUS, Name, PAGE_BYTES, WireError,
 };
 use pageferry_addr::Gfn;
 
 const WHAT: &str = "Setup";
 
-/// The engine of a VM. The numbers are those on the wire.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Engine {
-    /// `/dev/kvm`.
-    Kvm = 1,
-    /// Pageferry's own hypervisor.
-    Soft = 2,
-}
-
-/// The instruction set of the guest. The numbers are those on the wire.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Isa {
-    /// x86-64.
-    X86_64 = 1,
-    /// 64-bit RISC-V.
-    Riscv64 = 2,
+/// The kind of a machine: names that both ends of a migration must share. The implementer of a
+/// machine chooses them, and this module compares nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Kind {
+    /// The engine that runs the guest.
+    pub engine: Name,
+    /// The guest's instruction set.
+    pub isa: Name,
+    /// The format of the states of vCPUs, with its version.
+    pub state_format: Name,
 }
 
 /// A range of guest-physical address space that is backed by RAM.
@@ -51,12 +44,8 @@ pub struct Setup {
     pub bulk_channels: u16,
     /// The number of urgent channels, from 1 to [`MAX_CHANNELS`].
     pub urgent_channels: u16,
-    /// The engine. A migration does not change it.
-    pub engine: Engine,
-    /// The guest's instruction set.
-    pub isa: Isa,
-    /// The version of the engine's vCPU state format, at least 1. The engine defines its meaning.
-    pub state_format: u16,
+    /// The kind of the machine. A migration does not change it.
+    pub kind: Kind,
     /// The number of vCPUs, from 1 to [`MAX_VCPUS`].
     pub vcpus: u32,
     /// The size of RAM in bytes: whole pages, from one page to [`MAX_MEMORY_BYTES`].
@@ -75,15 +64,16 @@ pub struct Setup {
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 struct SetupLayout {
-    engine: u8,
-    isa: u8,
-    state_format: U16,
+    engine: NameLayout,
+    isa: NameLayout,
+    state_format: NameLayout,
     vcpus: U32,
-    memory_bytes: U64,
     page_size: U32,
+    memory_bytes: U64,
     region_count: U32,
     description_len: U32,
     device_count: U32,
+    reserved: [u8; 4],
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -95,7 +85,7 @@ struct RegionLayout {
     pages: U64,
 }
 
-const _: () = assert!(size_of::<SetupLayout>() == 32 && size_of::<RegionLayout>() == 24);
+const _: () = assert!(size_of::<SetupLayout>() == 224 && size_of::<RegionLayout>() == 24);
 
 impl Setup {
     /// Returns the VM's memory in base pages.
@@ -122,13 +112,6 @@ impl Setup {
         ] {
             in_range(WHAT, field, channels.into(), 1, MAX_CHANNELS.into())?;
         }
-        in_range(
-            WHAT,
-            "state_format",
-            self.state_format.into(),
-            1,
-            u16::MAX.into(),
-        )?;
         in_range(WHAT, "vcpus", self.vcpus.into(), 1, MAX_VCPUS.into())?;
         in_range(
             WHAT,
@@ -166,15 +149,16 @@ impl Setup {
 
     pub(super) fn encode_payload(&self, out: &mut Vec<u8>) {
         let fixed = SetupLayout {
-            engine: self.engine as u8,
-            isa: self.isa as u8,
-            state_format: self.state_format.into(),
+            engine: self.kind.engine.to_layout(),
+            isa: self.kind.isa.to_layout(),
+            state_format: self.kind.state_format.to_layout(),
             vcpus: self.vcpus.into(),
-            memory_bytes: self.memory_bytes.into(),
             page_size: (PAGE_BYTES as u32).into(),
+            memory_bytes: self.memory_bytes.into(),
             region_count: (self.regions.len() as u32).into(),
             description_len: (self.description.len() as u32).into(),
             device_count: (self.devices.len() as u32).into(),
+            reserved: [0; 4],
         };
         out.extend_from_slice(fixed.as_bytes());
         for region in &self.regions {
@@ -201,29 +185,25 @@ impl Setup {
         let max = MAX_CHANNELS.into();
         in_range(WHAT, "bulk_channels", bulk_channels.into(), 1, max)?;
         in_range(WHAT, "urgent_channels", urgent_channels, 1, max)?;
-        let bad = |field, value: u64| WireError::BadField {
-            what: WHAT,
-            field,
-            value,
-        };
         let (fixed, rest) =
             SetupLayout::ref_from_prefix(payload).map_err(|_| WireError::WrongLength {
                 what: WHAT,
                 len: payload.len() as u64,
                 expected: size_of::<SetupLayout>() as u64,
             })?;
-        let engine = match fixed.engine {
-            1 => Engine::Kvm,
-            2 => Engine::Soft,
-            other => return Err(bad("engine", other.into())),
+        let name = |field, layout| Name::from_layout(WHAT, field, layout);
+        let kind = Kind {
+            engine: name("engine", &fixed.engine)?,
+            isa: name("isa", &fixed.isa)?,
+            state_format: name("state_format", &fixed.state_format)?,
         };
-        let isa = match fixed.isa {
-            1 => Isa::X86_64,
-            2 => Isa::Riscv64,
-            other => return Err(bad("isa", other.into())),
-        };
+        reserved_zero(WHAT, "reserved", &fixed.reserved)?;
         if fixed.page_size != PAGE_BYTES as u32 {
-            return Err(bad("page_size", fixed.page_size.get().into()));
+            return Err(WireError::BadField {
+                what: WHAT,
+                field: "page_size",
+                value: fixed.page_size.get().into(),
+            });
         }
         let lengths = [
             fixed.region_count,
@@ -265,9 +245,7 @@ impl Setup {
         let setup = Self {
             bulk_channels: bulk_channels as u16,
             urgent_channels: urgent_channels as u16,
-            engine,
-            isa,
-            state_format: fixed.state_format.get(),
+            kind,
             vcpus: fixed.vcpus.get(),
             memory_bytes: fixed.memory_bytes.get(),
             regions,

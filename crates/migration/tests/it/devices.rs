@@ -6,7 +6,9 @@ use crate::handshake_common::{Destination as Host, PLAIN};
 use crate::scripted::destination::ScriptedDestination;
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::scripted::{LONG, PATIENCE, assert_sentence, encoded, ends_soon, kind, limits};
-use crate::support::{LIMIT, WorkloadVm, address_of, kvm_usable, listen, migrate_running, tcp};
+use crate::support::{
+    LIMIT, WorkloadVm, address_of, engine_of, kvm_usable, listen, migrate_running, tcp,
+};
 use pageferry_addr::RamPage;
 use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 use pageferry_harness::isa_of;
@@ -255,7 +257,7 @@ impl End {
 
     /// Runs the guest and the devices.
     fn boot(self) -> Self {
-        let engine = self.vm.machine.engine();
+        let engine = engine_of(&*self.vm.machine);
         let (map, busy, _) = data(engine);
         let touch = Touch {
             access: TouchAccess::Write,

@@ -8,7 +8,8 @@ use crate::handshake_common::{PLAIN, bulk, open};
 use crate::scripted::source::{ScriptedSource, Template, WRONG, pages_frame, urgent};
 use crate::scripted::{LONG, assert_loss, assert_sentence, ends_soon, kind, limits, limits_for};
 use crate::support::{
-    LIMIT, WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen_on, tcp, unix,
+    LIMIT, WorkloadVm, address_of, engine_of, kind_of, kvm_deliveries, kvm_usable, listen_on, tcp,
+    unix,
 };
 use pageferry_addr::{Gfn, RamPage};
 use pageferry_machine::{Delivery, Engine};
@@ -91,7 +92,7 @@ pub(crate) fn attempt_on(
     };
     let destination = listen_on(listener, config);
     let bytes = template.pages() * PAGE_BYTES as u64;
-    let vm = WorkloadVm::empty(template.vm.machine.engine(), template.vcpus(), bytes);
+    let vm = WorkloadVm::empty(engine_of(&*template.vm.machine), template.vcpus(), bytes);
     let over = AtomicBool::new(false);
     let outcome = std::thread::scope(|scope| {
         let peer = scope.spawn(|| {
@@ -212,8 +213,7 @@ const MISFITS: &[Case] = &[
         name: "another engine",
         script: |p| {
             offer(p, |setup| {
-                setup.engine = wire::Engine::Kvm;
-                setup.isa = wire::Isa::X86_64;
+                setup.kind = kind_of(Engine::Kvm);
             });
         },
         kind: "Mismatch",
@@ -222,9 +222,20 @@ const MISFITS: &[Case] = &[
     },
     Case {
         name: "another instruction set",
-        script: |p| offer(p, |setup| setup.isa = wire::Isa::X86_64),
+        script: |p| offer(p, |setup| setup.kind.isa = "arm64".parse().unwrap()),
         kind: "Mismatch",
-        says: "instruction set",
+        says: "instruction set is arm64, this machine's is riscv64",
+        told: REFUSED,
+    },
+    Case {
+        name: "another format of vCPU states",
+        script: |p| {
+            offer(p, |setup| {
+                setup.kind.state_format = "soft-riscv64/9".parse().unwrap();
+            });
+        },
+        kind: "Mismatch",
+        says: "format of vCPU states is soft-riscv64/9, this machine's is soft-riscv64/1",
         told: REFUSED,
     },
     Case {
@@ -256,13 +267,6 @@ const MISFITS: &[Case] = &[
         },
         kind: "Mismatch",
         says: "memory regions differ",
-        told: REFUSED,
-    },
-    Case {
-        name: "another format of states",
-        script: |p| offer(p, |setup| setup.state_format = 77),
-        kind: "Mismatch",
-        says: "format 77, this side knows 1",
         told: REFUSED,
     },
 ];

@@ -5,7 +5,7 @@ use crate::support::{LIMIT, WorkloadVm, address_of, kvm_deliveries, kvm_usable, 
 use pageferry_addr::RamPage;
 use pageferry_machine::{
     ArmOptions, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, Machine,
-    MachineError,
+    MachineError, MachineKind,
 };
 use pageferry_migration::{
     DestinationConfig, DestinationVm, Route, RunningVm, SourceConfig, SourceSession, SourceVm,
@@ -61,8 +61,8 @@ fn close_for_good(fd: RawFd) {
 }
 
 impl Machine for Failing {
-    fn engine(&self) -> Engine {
-        self.machine.engine()
+    fn kind(&self) -> MachineKind<'_> {
+        self.machine.kind()
     }
 
     fn ram(&self) -> &Arc<GuestRam> {
@@ -167,8 +167,8 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
             let late = || Instant::now() > deadline;
             let incoming = destination.accept(&late).unwrap();
             let offer = incoming.offer().clone();
-            let vm = arrived
-                .get_or_init(|| WorkloadVm::empty(offer.engine, offer.vcpus, offer.memory_bytes));
+            let vm =
+                arrived.get_or_init(|| WorkloadVm::empty(engine, offer.vcpus, offer.memory_bytes));
             let machine: Arc<dyn Machine> = Arc::new(Failing {
                 machine: Arc::clone(&vm.machine),
                 fault,
@@ -177,7 +177,7 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
             });
             let failing = RunningVm {
                 machine: &machine,
-                threads: &vm.threads,
+                vcpus: &vm.threads,
                 devices: &[],
             };
             let received = incoming.receive(&failing, &vm.resolver, &late, &Unobserved);

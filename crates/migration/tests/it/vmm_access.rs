@@ -5,7 +5,7 @@ use crate::alone::in_parallel;
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::scripted::{SOON, ends_soon};
 use crate::support::{
-    LIMIT, WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen, migrate_running,
+    LIMIT, WorkloadVm, address_of, engine_of, kvm_deliveries, kvm_usable, listen, migrate_running,
 };
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
@@ -202,7 +202,7 @@ pub(crate) fn receive_beside(
     vmm: impl FnOnce(&WorkloadVm, &Destination),
 ) -> (WorkloadVm, Result<DestinationReport, DestinationFailure>) {
     let destination = listen(config);
-    let engine = template.vm.machine.engine();
+    let engine = engine_of(&*template.vm.machine);
     let bytes = template.pages() * PAGE_SIZE;
     let vm = WorkloadVm::empty(engine, template.vcpus(), bytes);
     let outcome = std::thread::scope(|scope| {

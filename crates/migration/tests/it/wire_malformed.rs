@@ -277,67 +277,73 @@ fn each_field_of_a_setup_is_checked() {
             "urgent_channels"
         );
     }
-    for engine in [0, 3, 255] {
-        assert_eq!(bad_field(set(0, &[engine])), "engine");
-        assert_eq!(bad_field(set(1, &[engine])), "isa");
+    for (at, name) in [(0, "engine"), (64, "isa"), (128, "state_format")] {
+        for byte in [b' ', 0x7f, 0xff] {
+            assert_eq!(bad_field(set(at, &[byte])), name);
+        }
+        assert_eq!(out_of_range(set(at, &[0; 64])), "name_len");
+        assert_eq!(bad_field(set(at + 63, b"x")), name);
     }
-    assert_eq!(out_of_range(set(2, &[0, 0])), "state_format");
-    assert_eq!(out_of_range(set(4, &[0; 4])), "vcpus");
+    assert_eq!(out_of_range(set(192, &[0; 4])), "vcpus");
     assert_eq!(
-        out_of_range(set(4, &(MAX_VCPUS + 1).to_le_bytes())),
+        out_of_range(set(192, &(MAX_VCPUS + 1).to_le_bytes())),
         "vcpus"
     );
     for bytes in [0, 4095, MAX_MEMORY_BYTES + 1, u64::MAX] {
-        assert_eq!(out_of_range(set(8, &bytes.to_le_bytes())), "memory_bytes");
+        assert_eq!(out_of_range(set(200, &bytes.to_le_bytes())), "memory_bytes");
     }
     let memory = MEMORY_PAGES * 4096;
     for bytes in [memory + 1, memory - 2048, memory + 4096] {
-        assert_eq!(bad_field(set(8, &bytes.to_le_bytes())), "memory_bytes");
+        assert_eq!(bad_field(set(200, &bytes.to_le_bytes())), "memory_bytes");
     }
     let smaller = (memory - 4096).to_le_bytes();
-    assert_eq!(out_of_range(set(8, &smaller)), "region.pages");
-    assert_eq!(bad_field(set(16, &8192u32.to_le_bytes())), "page_size");
+    assert_eq!(out_of_range(set(200, &smaller)), "region.pages");
+    assert_eq!(bad_field(set(196, &8192u32.to_le_bytes())), "page_size");
     assert!(matches!(
-        set(20, &65u32.to_le_bytes()),
+        set(208, &65u32.to_le_bytes()),
         WireError::TooLong {
             len: 65,
             max: 64,
             ..
         }
     ));
-    assert_eq!(out_of_range(set(20, &[0; 4])), "region_count");
-    assert!(matches!(set(20, &[3]), WireError::WrongLength { .. }));
+    assert_eq!(out_of_range(set(208, &[0; 4])), "region_count");
+    assert!(matches!(set(208, &[3]), WireError::WrongLength { .. }));
     assert!(matches!(
-        set(24, &u32::MAX.to_le_bytes()),
+        set(212, &u32::MAX.to_le_bytes()),
         WireError::TooLong { max: 4096, .. }
     ));
-    assert!(matches!(set(24, &[7]), WireError::WrongLength { .. }));
+    assert!(matches!(set(212, &[7]), WireError::WrongLength { .. }));
     assert!(matches!(
-        set(28, &1025u32.to_le_bytes()),
+        set(216, &1025u32.to_le_bytes()),
         WireError::TooLong {
             len: 1025,
             max: 1024,
             ..
         }
     ));
-    assert!(matches!(set(28, &[1]), WireError::WrongLength { .. }));
-    // The devices: 80..148 and 148..216. The first name has 6 characters.
-    assert_eq!(bad_field(set(84, b"a b")), "name");
-    assert_eq!(bad_field(set(84, &[0x80])), "name");
-    assert_eq!(out_of_range(set(84, &[0; 6])), "name_len");
-    assert_eq!(bad_field(set(84, &[0])), "device.name");
-    assert_eq!(bad_field(set(147, b"x")), "device.name");
-    // The regions: 32..56 and 56..80.
-    assert_eq!(bad_field(set(36, &[1])), "region.reserved");
-    assert_eq!(bad_field(set(56, &[0])), "region.slot");
-    assert_eq!(out_of_range(set(48, &[0; 8])), "region.pages");
+    assert!(matches!(set(216, &[1]), WireError::WrongLength { .. }));
+    assert_eq!(bad_field(set(220, &[1])), "reserved");
+    // The devices: 272..340 and 340..408. The first name has 6 characters.
+    assert_eq!(bad_field(set(276, b"a b")), "device.name");
+    assert_eq!(bad_field(set(276, &[0x80])), "device.name");
+    assert_eq!(out_of_range(set(276, &[0; 6])), "name_len");
+    assert_eq!(bad_field(set(276, &[0])), "device.name");
+    assert_eq!(bad_field(set(339, b"x")), "device.name");
+    // The regions: 224..248 and 248..272.
+    assert_eq!(bad_field(set(228, &[1])), "region.reserved");
+    assert_eq!(bad_field(set(248, &[0])), "region.slot");
+    assert_eq!(out_of_range(set(240, &[0; 8])), "region.pages");
     assert_eq!(
-        out_of_range(set(48, &u64::MAX.to_le_bytes())),
+        out_of_range(set(240, &u64::MAX.to_le_bytes())),
         "region.pages"
     );
     // The second begins at 615, inside the first; then at the end of the address space.
-    assert_eq!(out_of_range(set(64, &615u64.to_le_bytes())), "region.gfn");
-    assert_eq!(out_of_range(set(64, &u64::MAX.to_le_bytes())), "region.gfn");
+    assert_eq!(out_of_range(set(256, &615u64.to_le_bytes())), "region.gfn");
+    assert_eq!(
+        out_of_range(set(256, &u64::MAX.to_le_bytes())),
+        "region.gfn"
+    );
 }
 
 #[test]
@@ -367,20 +373,10 @@ fn a_setup_that_breaks_its_own_rules_is_not_sent() {
             ..
         }
     ));
-    for name in [
-        "",
-        "a b",
-        "a\n",
-        "\u{e9}",
-        &"a".repeat(MAX_DEVICE_NAME_BYTES + 1),
-    ] {
-        assert!(name.parse::<DeviceName>().is_err(), "{name:?}");
+    for name in ["", "a b", "a\n", "\u{e9}", &"a".repeat(MAX_NAME_BYTES + 1)] {
+        assert!(name.parse::<Name>().is_err(), "{name:?}");
     }
-    assert!(
-        "a".repeat(MAX_DEVICE_NAME_BYTES)
-            .parse::<DeviceName>()
-            .is_ok()
-    );
+    assert!("a".repeat(MAX_NAME_BYTES).parse::<Name>().is_ok());
 }
 
 #[test]

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
-fn any_name() -> impl Strategy<Value = DeviceName> {
+fn any_name() -> impl Strategy<Value = Name> {
     "[!-~]{1,64}".prop_map(|name| name.parse().unwrap())
 }
 
@@ -17,15 +17,14 @@ fn any_setup() -> impl Strategy<Value = Setup> {
     let regions = vec((0u64..1000, 1u64..1_000_000), 1..=MAX_REGIONS);
     (
         regions,
-        prop::bool::ANY,
+        (any_name(), any_name(), any_name()),
         1u32..=MAX_VCPUS,
-        1u16..,
         vec(any::<u8>(), 0..=MAX_DESCRIPTION_BYTES),
         (1..=MAX_CHANNELS, 1..=MAX_CHANNELS),
         vec((any_name(), any::<u32>()), 0..=MAX_DEVICES),
     )
         .prop_map(
-            |(parts, kvm, vcpus, state_format, description, channels, devices)| {
+            |(parts, (engine, isa, state_format), vcpus, description, channels, devices)| {
                 let (mut gfn, mut pages) = (0, 0);
                 let mut regions = Vec::new();
                 for (slot, (gap, len)) in parts.into_iter().enumerate() {
@@ -41,9 +40,11 @@ fn any_setup() -> impl Strategy<Value = Setup> {
                 Setup {
                     bulk_channels: channels.0,
                     urgent_channels: channels.1,
-                    engine: if kvm { Engine::Kvm } else { Engine::Soft },
-                    isa: if kvm { Isa::X86_64 } else { Isa::Riscv64 },
-                    state_format,
+                    kind: Kind {
+                        engine,
+                        isa,
+                        state_format,
+                    },
                     vcpus,
                     memory_bytes: pages * PAGE_BYTES as u64,
                     regions,
@@ -258,7 +259,7 @@ fn every_sample_comes_back_and_every_type_has_one() {
 /// A state of the most bytes fits with the longest name, and with the shortest.
 #[test]
 fn the_longest_device_state_fits() {
-    for len in [1, MAX_DEVICE_NAME_BYTES] {
+    for len in [1, MAX_NAME_BYTES] {
         let frame = Frame::DeviceState(DeviceState {
             name: "n".repeat(len).parse().unwrap(),
             version: 0,
@@ -399,8 +400,11 @@ fn the_bytes_are_those_of_the_document() {
     }
     let setup = encode(&Frame::Setup(setup()));
     assert_eq!(setup, frame(1, 4, 2, &setup[HEADER_BYTES..]));
-    let devices = &setup[HEADER_BYTES + 32 + 2 * 24..];
-    assert_eq!(setup[HEADER_BYTES + 28..][..4], [2, 0, 0, 0]);
+    let devices = &setup[HEADER_BYTES + 224 + 2 * 24..];
+    for (at, name) in [(0, "soft\0"), (64, "riscv64\0"), (128, "soft-riscv64/1\0")] {
+        assert_eq!(&setup[HEADER_BYTES + at..][..name.len()], name.as_bytes());
+    }
+    assert_eq!(setup[HEADER_BYTES + 216..][..8], [2, 0, 0, 0, 0, 0, 0, 0]);
     assert_eq!(devices[..12], *b"\x02\0\0\0uart.0\0\0");
     assert_eq!(devices[68..][..10], *b"\xff\xff\xff\xffrng.0\0");
     assert_eq!(devices[2 * 68..], *b"workload");

@@ -12,7 +12,8 @@ use super::{cpuid, msr, signal, stats, trial};
 use crate::huge::{self, whole_range};
 use crate::{
     ArmOptions, Backing, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam,
-    LayoutError, MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine, RamLayout, Vcpu,
+    LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine, RamLayout,
+    Vcpu,
 };
 use kvm_bindings::{
     CpuId, KVM_CAP_SREGS2, KVM_CAP_XSAVE2, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2,
@@ -173,8 +174,8 @@ fn new_vcpu(shared: &VmShared, id: u32) -> Result<(VcpuFd, Vec<kvm_cpuid_entry2>
 }
 
 impl Machine for KvmMachine {
-    fn engine(&self) -> Engine {
-        Engine::Kvm
+    fn kind(&self) -> MachineKind<'_> {
+        Engine::Kvm.kind()
     }
 
     fn ram(&self) -> &Arc<GuestRam> {

@@ -6,10 +6,9 @@
 
 use super::{Message, encoded, last_frame, say, take, take_urgent};
 use crate::handshake_common::{PLAIN, bulk, open};
-use crate::support::{LIMIT, WorkloadVm};
+use crate::support::{LIMIT, WorkloadVm, engine_of, kind_of};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Engine, VcpuState};
-use pageferry_migration::STATE_FORMAT;
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{ChannelError, Connection};
 use pageferry_migration::handshake::{HandshakeError, Identity};
@@ -48,19 +47,13 @@ impl Template {
 
     pub(crate) fn setup(&self) -> Setup {
         let layout = self.vm.ram().layout();
-        let (engine, isa) = match self.vm.machine.engine() {
-            Engine::Kvm => (wire::Engine::Kvm, wire::Isa::X86_64),
-            Engine::Soft => (wire::Engine::Soft, wire::Isa::Riscv64),
-        };
         let regions = layout.regions().iter().map(|r| Region {
             slot: r.slot,
             gfn: r.gfn,
             pages: r.pages,
         });
         Setup {
-            engine,
-            isa,
-            state_format: STATE_FORMAT,
+            kind: kind_of(engine_of(&*self.vm.machine)),
             vcpus: self.states.len() as u32,
             memory_bytes: layout.bytes(),
             regions: regions.collect(),

@@ -4,13 +4,13 @@ use pageferry_addr::RamPage;
 use pageferry_guest::{Control, Workload};
 use pageferry_harness::{Vm, isa_of, verify};
 use pageferry_machine::{
-    AccessError, Backing, Delivery, Engine, GuestRam, MachineSpec, NewMachine,
+    AccessError, Backing, Delivery, Engine, GuestRam, Machine, MachineSpec, NewMachine,
 };
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::Listener;
 use pageferry_migration::handshake::Stranger;
 use pageferry_migration::{
-    Destination, DestinationConfig, DestinationFailure, DestinationReport, MigrationError,
+    Destination, DestinationConfig, DestinationFailure, DestinationReport, Kind, MigrationError,
     Resolver, Route, RunningVm, SourceConfig, SourceFailure, SourceReport, SourceSession,
     Unobserved, migrate,
 };
@@ -63,6 +63,21 @@ impl Deref for WorkloadVm {
     }
 }
 
+/// The engine of a machine.
+pub(crate) fn engine_of(machine: &dyn Machine) -> Engine {
+    machine.kind().engine.parse().unwrap()
+}
+
+/// The names of an engine's machines, as they travel.
+pub(crate) fn kind_of(engine: Engine) -> Kind {
+    let kind = engine.kind();
+    Kind {
+        engine: kind.engine.parse().unwrap(),
+        isa: kind.isa.parse().unwrap(),
+        state_format: kind.state_format.parse().unwrap(),
+    }
+}
+
 impl WorkloadVm {
     /// A VM whose memory is empty and whose vCPUs are paused.
     pub(crate) fn empty(engine: Engine, vcpus: u32, memory_bytes: u64) -> Self {
@@ -85,7 +100,7 @@ impl WorkloadVm {
 
     /// As [`Self::empty`], with this machine.
     pub(crate) fn on(new: NewMachine) -> Self {
-        let (isa, vcpus) = (isa_of(new.machine.engine()), new.vcpus.len() as u32);
+        let (isa, vcpus) = (isa_of(engine_of(&*new.machine)), new.vcpus.len() as u32);
         let bytes = new.machine.ram().layout().bytes();
         let resolver = Resolver::new();
         Self {
@@ -218,7 +233,12 @@ pub(crate) fn try_receive_on(
         }
     };
     let offer = incoming.offer().clone();
-    let vm = WorkloadVm::empty_on(backing, offer.engine, offer.vcpus, offer.memory_bytes);
+    let vm = WorkloadVm::empty_on(
+        backing,
+        offer.kind.engine.as_str().parse().unwrap(),
+        offer.vcpus,
+        offer.memory_bytes,
+    );
     let received = incoming.receive(&vm.running(), &vm.resolver, &late, &Unobserved);
     Some((vm, received))
 }

@@ -80,9 +80,11 @@ pub(crate) fn setup() -> Setup {
     Setup {
         bulk_channels: 4,
         urgent_channels: 2,
-        engine: Engine::Soft,
-        isa: Isa::Riscv64,
-        state_format: 1,
+        kind: Kind {
+            engine: "soft".parse().unwrap(),
+            isa: "riscv64".parse().unwrap(),
+            state_format: "soft-riscv64/1".parse().unwrap(),
+        },
         vcpus: 4,
         memory_bytes: MEMORY_PAGES * PAGE_BYTES as u64,
         regions: vec![region(0, 16, 600), region(7, 4096, 400)],

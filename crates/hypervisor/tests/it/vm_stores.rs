@@ -1,0 +1,102 @@
+//! Stores of the VMM: they end LR reservations, and know tracked pages.
+
+use crate::support::fleet::set;
+use crate::support::tracked::{MEMORY, One, VALUE};
+use crate::support::vm::{HostRam, PAGE, asm::*};
+use pageferry_addr::Hva;
+use pageferry_hypervisor::{Exit, VmConfig};
+use std::sync::Arc;
+
+/// LR, then WFI, and at 16 SC, then WFI. The address is in a1, the value in a0.
+fn with_code(pages: u64) -> One<HostRam> {
+    let ram = HostRam::new(pages as usize);
+    let code = [
+        atomic(LR, D, A2, A1, 0),
+        WFI,
+        WFI,
+        WFI,
+        atomic(SC, D, A3, A1, A0),
+        WFI,
+    ];
+    ram.code(0, &code);
+    let region = ram.region(1, MEMORY, 0, pages);
+    One::of(VmConfig::default(), Arc::clone(&ram), region)
+}
+
+#[test]
+fn a_store_of_the_vmm_ends_the_reservations_of_its_bytes() {
+    // The offset of the store, its bytes, and whether the SC to 0x1010 succeeds.
+    for (at, bytes, stored) in [
+        (0x1010, 8, false),
+        (0x1017, 1, false),
+        (0x100c, 5, false),
+        (0x0ff0, 0x100, false),
+        (0x0000, 4 * PAGE, false),
+        (0x1018, 8, true),
+        (0x1008, 8, true),
+        (0x2010, 8, true),
+    ] {
+        let mut one = with_code(4);
+        let program = MEMORY;
+        set(
+            &mut one.vcpu,
+            program,
+            &[(A0, VALUE), (A1, MEMORY + 0x1010)],
+        );
+        assert_eq!(one.vcpu.run(), Exit::Halted);
+        let mut parts = Vec::new();
+        let from = Hva(one.region.hva.0 + at);
+        one.vm.stores().store(from, bytes, |part| parts.push(part));
+        let mut next = 0;
+        for part in parts {
+            assert_eq!(part.start, next, "{at:#x}: the parts follow each other");
+            next = part.end;
+        }
+        assert_eq!(next, bytes, "{at:#x}");
+        set(
+            &mut one.vcpu,
+            program + 16,
+            &[(A0, VALUE), (A1, MEMORY + 0x1010), (A3, 7)],
+        );
+        assert_eq!(one.vcpu.run(), Exit::Halted);
+        assert_eq!(
+            one.vcpu.hart().x(13) == 0,
+            stored,
+            "{bytes} bytes at {at:#x}"
+        );
+    }
+}
+
+#[test]
+fn tracked_pages_are_known_until_they_are_untracked() {
+    let one = with_code(8);
+    let first = |pages| one.vm.stores().first_tracked(1, pages);
+    assert_eq!(first(0..8), None);
+    one.vm.track_writes(1, 3..5).unwrap();
+    assert_eq!(
+        (first(0..3), first(0..8), first(4..8)),
+        (None, Some(3), Some(4))
+    );
+    assert_eq!(
+        (first(5..8), first(7..99), first(99..200)),
+        (None, None, None)
+    );
+    assert_eq!(one.vm.stores().first_tracked(9, 0..8), None);
+    one.vm.untrack_writes(1, 0..8).unwrap();
+    assert_eq!(first(0..8), None);
+}
+
+#[test]
+fn tracking_waits_for_the_stores_under_way() {
+    let one = with_code(8);
+    let stores = one.vm.stores();
+    std::thread::scope(|scope| {
+        let tracked = scope.spawn(|| one.vm.track_writes(1, 0..1));
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        assert!(!tracked.is_finished());
+        assert_eq!(stores.first_tracked(1, 0..1), None);
+        drop(stores);
+        assert_eq!(tracked.join().unwrap(), Ok(1));
+    });
+    assert_eq!(one.vm.stores().first_tracked(1, 0..1), Some(0));
+}

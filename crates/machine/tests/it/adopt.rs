@@ -1,0 +1,206 @@
+#![expect(unsafe_code, reason = "adopts memory")]
+//! Guest memory that a VMM has made of its own memfds.
+
+use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
+use pageferry_machine::{
+    AccessError, AdoptedRegion, Backing, Exit, GuestRam, MachineError, RamLayout, StartState, soft,
+};
+use pageferry_testkit::skip;
+use pageferry_userfault::PageBitmap;
+use pageferry_vm_memory::SlotMemory;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use vm_memory::{
+    Bytes, FileOffset, GuestAddress, GuestAddressSpace, GuestMemoryMmap, GuestRegionMmap,
+};
+
+const MIB: u64 = 1 << 20;
+
+fn memfd(bytes: u64, flags: MemfdFlags) -> rustix::io::Result<OwnedFd> {
+    let fd = memfd_create(
+        "vmm",
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | flags,
+    )?;
+    ftruncate(&fd, bytes)?;
+    Ok(fd)
+}
+
+fn region(start: u64, bytes: u64, fd: &OwnedFd, offset: u64) -> AdoptedRegion {
+    AdoptedRegion::new(Gpa(start), bytes, fd.try_clone().unwrap(), offset)
+}
+
+fn adopt(regions: Vec<AdoptedRegion>) -> Result<GuestRam, MachineError> {
+    // SAFETY: the tests write the memfds by system calls only, before and after, never beside the
+    // accessor.
+    unsafe { GuestRam::adopt(regions) }
+}
+
+/// Three regions with holes between them: the end and the start of one memfd, and another memfd.
+fn three() -> (OwnedFd, OwnedFd, GuestRam) {
+    let empty = MemfdFlags::empty();
+    let (one, two) = (
+        memfd(2 * MIB, empty).unwrap(),
+        memfd(3 * MIB, empty).unwrap(),
+    );
+    let regions = vec![
+        region(MIB, MIB, &one, MIB),
+        region(1 << 30, MIB, &one, 0),
+        region(1 << 40, 2 * MIB, &two, MIB),
+    ];
+    let ram = adopt(regions).unwrap();
+    (one, two, ram)
+}
+
+#[test]
+fn each_region_shows_its_part_of_its_memfd() {
+    let (one, two, ram) = three();
+    assert_eq!(ram.pages(), 4 * MIB / PAGE_SIZE);
+    for (gpa, fd, at) in [
+        (MIB, &one, MIB),
+        ((1 << 30) + 5, &one, 5),
+        ((1 << 40) + 2 * MIB - 8, &two, 3 * MIB - 8),
+    ] {
+        let mut bytes = [0; 8];
+        rustix::io::pwrite(fd, b"from VMM", at).unwrap();
+        ram.try_read(Gpa(gpa), &mut bytes).unwrap();
+        assert_eq!(&bytes, b"from VMM");
+        ram.try_write(Gpa(gpa), b"accessor").unwrap();
+        rustix::io::pread(fd, &mut bytes, at).unwrap();
+        assert_eq!(&bytes, b"accessor");
+    }
+    // An access at a guest address ends with its region, one at a page goes on.
+    let refused = ram.try_write(Gpa(2 * MIB - 4), &[1; 8]);
+    assert!(matches!(refused, Err(AccessError::NotRam { .. })));
+    ram.try_write((RamPage(255), 4092), &[1; 8]).unwrap();
+    let mut byte = [0];
+    rustix::io::pread(&one, &mut byte, 3).unwrap();
+    assert_eq!(byte, [1]);
+}
+
+#[test]
+fn holes_are_found_and_made_in_every_memfd() {
+    let (_one, _two, ram) = three();
+    assert_eq!(ram.next_allocated(RamPage(0), 8).unwrap(), None);
+    for page in [255, 256, 1023] {
+        ram.try_write(RamPage(page), &[1]).unwrap();
+    }
+    let from = |page| ram.next_allocated(RamPage(page), 1).unwrap();
+    assert_eq!(from(0), Some(255..256));
+    assert_eq!(from(256), Some(256..257));
+    assert_eq!(from(257), Some(1023..1024));
+    assert_eq!(ram.next_allocated(RamPage(0), 8).unwrap(), Some(255..257));
+    // SAFETY: nobody else uses the memory.
+    unsafe { ram.unchecked() }
+        .punch_hole(RamPage(250), 10)
+        .unwrap();
+    assert_eq!(from(0), Some(1023..1024));
+    ram.allocate().unwrap();
+    assert_eq!(from(300), Some(300..301));
+}
+
+#[test]
+fn a_guest_runs_in_adopted_memory() {
+    let (one, _two, ram) = three();
+    let mut new = soft::create_with(1, ram).unwrap();
+    // sw a0, 0(a1); sw a0, 0(x0): the second leaves the guest, since there is no RAM at 0.
+    let code = [0x00a5_a023_u32, 0x00a0_2023]
+        .map(u32::to_le_bytes)
+        .concat();
+    new.machine.ram().try_write(Gpa(MIB), &code).unwrap();
+    new.machine.set_dirty_log(true).unwrap();
+    let start = StartState {
+        entry: MIB,
+        stack: 0,
+        args: [77, (1 << 30) + 4096],
+        tables: Gpa(0),
+    };
+    new.vcpus[0].set_start(&start).unwrap();
+    let exit = new.vcpus[0].run().unwrap();
+    assert!(
+        matches!(exit, Exit::MmioWrite { value: 77, .. }),
+        "{exit:?}"
+    );
+    let mut word = [0; 4];
+    rustix::io::pread(&one, &mut word, 4096).unwrap();
+    assert_eq!(u32::from_le_bytes(word), 77);
+    let dirty = PageBitmap::new(1024);
+    assert_eq!(new.machine.harvest_dirty(&dirty, true).unwrap(), 1);
+    assert!(dirty.test(RamPage(257)), "a page of the second region");
+}
+
+#[test]
+fn the_memory_slots_of_rust_vmm_are_adopted() {
+    let fd = memfd(2 * MIB, MemfdFlags::empty()).unwrap();
+    let mapped = |start, offset| {
+        let file = FileOffset::new(fd.try_clone().unwrap().into(), offset);
+        let mapped = GuestRegionMmap::from_range(GuestAddress(start), MIB as usize, Some(file));
+        Arc::new(mapped.unwrap())
+    };
+    let slots = SlotMemory::<GuestRegionMmap>::new();
+    let mut writer = slots.lock();
+    writer.insert_region(mapped(1 << 32, 0)).unwrap();
+    writer.insert_region(mapped(0, MIB)).unwrap();
+    drop(writer);
+    let memory = slots.memory();
+    let ram = adopt(AdoptedRegion::of(&*memory).unwrap()).unwrap();
+    ram.try_write(Gpa(MIB - 4), b"last").unwrap();
+    ram.try_write(Gpa(1 << 32), b"next").unwrap();
+    let read = |at| memory.read_obj::<[u8; 4]>(GuestAddress(at)).unwrap();
+    assert_eq!((&read(MIB - 4), &read(1 << 32)), (b"last", b"next"));
+    let private = GuestRegionMmap::<()>::from_range(GuestAddress(0), MIB as usize, None).unwrap();
+    let private = GuestMemoryMmap::from_regions(vec![private]).unwrap();
+    let why = AdoptedRegion::of(&private).unwrap_err().to_string();
+    assert!(why.contains("FileOffset"), "{why}");
+}
+
+#[test]
+fn memory_that_cannot_serve_is_refused_with_the_reason() {
+    let empty = MemfdFlags::empty();
+    let why = |regions| adopt(regions).unwrap_err().to_string();
+    let fd = memfd(MIB, empty).unwrap();
+    assert!(why(vec![]).contains("at least one page"));
+    assert!(why(vec![region(0, 2 * MIB, &fd, 0)]).contains("has 1048576 bytes"));
+    assert!(why(vec![region(0, MIB, &fd, 4096)]).contains("has 1048576 bytes"));
+    assert!(why(vec![region(0, 4096, &fd, 12)]).contains("offset 12 is no multiple of 4096"));
+    let file = std::fs::File::open("/proc/self/exe").unwrap().into();
+    assert!(why(vec![region(0, 4096, &file, 0)]).contains("memfd_create"));
+    let open = memfd_create("open", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&open, MIB).unwrap();
+    assert!(why(vec![region(0, 4096, &open, 0)]).contains("F_SEAL_SHRINK"));
+    let sealed = memfd(MIB, empty).unwrap();
+    fcntl_add_seals(&sealed, SealFlags::WRITE).unwrap();
+    assert!(why(vec![region(0, 4096, &sealed, 0)]).contains("against writing"));
+    adopt(vec![region(0, MIB, &fd, 0)]).unwrap();
+    assert!(
+        ftruncate(&fd, 4096).is_err(),
+        "adopted memory cannot shrink"
+    );
+}
+
+#[test]
+fn huge_pages_of_a_pool_are_adopted() {
+    let flags = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+    if let Err(why) = Backing::Hugetlb2M.check(4 * MIB) {
+        skip("huge pages", format_args!("adopted huge pages: {why}"));
+        return;
+    }
+    let fd = memfd(4 * MIB, flags).unwrap();
+    let odd = adopt(vec![region(MIB, 2 * MIB, &fd, 0)]).unwrap_err();
+    assert!(matches!(odd, MachineError::Layout(_)), "{odd}");
+    let regions = vec![
+        region(0, 2 * MIB, &fd, 2 * MIB),
+        region(1 << 30, 2 * MIB, &fd, 0),
+    ];
+    let ram = adopt(regions).unwrap();
+    assert_eq!(ram.backing(), Backing::Hugetlb2M);
+    assert_eq!(
+        ram.layout(),
+        &RamLayout::new(&[(Gpa(0), 2 * MIB), (Gpa(1 << 30), 2 * MIB)]).unwrap()
+    );
+    ram.try_write((RamPage(511), 4092), b"over the edge")
+        .unwrap();
+    let mut bytes = [0; 13];
+    ram.try_read((RamPage(511), 4092), &mut bytes).unwrap();
+    assert_eq!(&bytes, b"over the edge");
+}
