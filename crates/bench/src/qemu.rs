@@ -14,6 +14,7 @@ pub(crate) struct Qemu {
     file: PathBuf,
     /// As QEMU says it.
     pub(crate) version: String,
+    numbers: (u32, u32),
 }
 
 impl Qemu {
@@ -31,7 +32,7 @@ impl Qemu {
             )
         })?;
         let text = String::from_utf8_lossy(&output.stdout);
-        let version = version(&text).ok_or_else(|| {
+        let (version, numbers) = version(&text).ok_or_else(|| {
             format!(
                 "{} is '{}': QEMU {}.{} or later is needed, which has postcopy-preempt",
                 file.display(),
@@ -43,6 +44,7 @@ impl Qemu {
         Ok(Self {
             file: file.to_owned(),
             version: version.to_owned(),
+            numbers,
         })
     }
 
@@ -52,7 +54,13 @@ impl Qemu {
         Self {
             file: PathBuf::new(),
             version: version.to_owned(),
+            numbers: OLDEST,
         }
+    }
+
+    /// Whether it is this version or a later one.
+    pub(crate) fn is_at_least(&self, major: u32, minor: u32) -> bool {
+        self.numbers >= (major, minor)
     }
 
     /// Its file.
@@ -61,13 +69,13 @@ impl Qemu {
     }
 }
 
-/// The version in what QEMU says of itself, if it is new enough.
-fn version(text: &str) -> Option<&str> {
+/// The version in what QEMU says of itself, and its first two numbers, if it is new enough.
+fn version(text: &str) -> Option<(&str, (u32, u32))> {
     let version = text.strip_prefix("QEMU emulator version ")?;
     let version = version.split_whitespace().next()?;
     let mut numbers = version.split('.').map(|number| number.parse().ok());
     let found = (numbers.next()??, numbers.next()??);
-    (found >= OLDEST).then_some(version)
+    (found >= OLDEST).then_some((version, found))
 }
 
 #[cfg(test)]
@@ -81,8 +89,9 @@ mod tests {
         let other = Qemu::find(Path::new("/bin/echo")).unwrap_err();
         assert!(other.contains("7.1 or later is needed"), "{other}");
         let debian = "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7)\nCopyright";
-        assert_eq!(version(debian), Some("7.2.22"));
-        assert_eq!(version("QEMU emulator version 10.0.2"), Some("10.0.2"));
+        assert_eq!(version(debian), Some(("7.2.22", (7, 2))));
+        let newer = version("QEMU emulator version 10.0.2");
+        assert_eq!(newer, Some(("10.0.2", (10, 0))));
         for old in ["QEMU emulator version 7.0.9", "QEMU emulator version x", ""] {
             assert_eq!(version(old), None, "{old}");
         }

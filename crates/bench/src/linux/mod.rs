@@ -6,14 +6,17 @@
 //! **Mechanism.** Each round starts Linux on the soft engine and, as a peer, on QEMU. The two take
 //! turns in being first. The first process (`lab/guest-linux/init.c`) times what it does by the
 //! guest's clock, and says so on the console ([`lines`]). Each round also runs the loop of the first
-//! process in a bare guest ([`bare`]).
+//! process in a bare guest ([`bare`]), and moves a loaded Linux from another process to this one
+//! ([`moved`]). On request, Linux works for minutes after all rounds ([`busy`]).
 //!
 //! QEMU translates code, and our engine interprets it. So its arithmetic is faster by far, while
 //! both spend most of a system call elsewhere.
 
 mod bare;
+mod busy;
 mod figures;
 mod lines;
+mod moved;
 mod qemu;
 mod soft;
 
@@ -22,6 +25,8 @@ use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples};
 use bare::{BareLoop, INSTRUCTIONS, ROUNDS};
 use figures::Figures;
 use lines::Task;
+use moved::Moves;
+pub(crate) use moved::source;
 use pageferry_machine::Linux;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -41,6 +46,8 @@ const BARE: &str = "bare.loop";
 /// The settings of a run.
 #[derive(Clone, Debug)]
 pub struct LinuxSetting {
+    /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
+    pub executable: PathBuf,
     /// The kernel's file, a riscv64 `Image`.
     pub kernel: PathBuf,
     /// The file of its initial RAM disk, with the first process of `lab/guest-linux`.
@@ -49,6 +56,8 @@ pub struct LinuxSetting {
     pub qemu: Option<PathBuf>,
     /// The rounds, at least 1. Each gives one sample of each figure.
     pub rounds: u32,
+    /// The minutes for which Linux works at the end, at least 2. `None`: it does not.
+    pub busy_minutes: Option<u32>,
 }
 
 impl LinuxSetting {
@@ -65,7 +74,7 @@ struct Guest {
 }
 
 impl Guest {
-    fn read(setting: &LinuxSetting) -> Result<Self, BenchError> {
+    fn read(kernel: &Path, initrd: &Path) -> Result<Self, BenchError> {
         let read = |what, path: &Path| {
             std::fs::read(path).map_err(|why| {
                 BenchError::Setting(format!(
@@ -75,8 +84,8 @@ impl Guest {
             })
         };
         Ok(Self {
-            kernel: read("kernel", &setting.kernel)?,
-            initrd: read("initrd", &setting.initrd)?,
+            kernel: read("kernel", kernel)?,
+            initrd: read("initrd", initrd)?,
         })
     }
 
@@ -125,7 +134,7 @@ pub fn linux(
     let qemu = qemu.map_err(BenchError::Setting)?;
     let conditions = Conditions {
         setting,
-        guest: &Guest::read(setting)?,
+        guest: &Guest::read(&setting.kernel, &setting.initrd)?,
         stop,
     };
     let mut rounds = Rounds::default();
@@ -138,8 +147,17 @@ pub fn linux(
             rounds.measure(&conditions, qemu.as_ref(), vcpus, round)?;
         }
         rounds.add_bare(&conditions.measure_bare(ROUNDS)?)?;
+        progress(&format!(
+            "moving Linux, round {round} of {}",
+            setting.rounds
+        ));
+        rounds.moves.measure(&conditions)?;
     }
-    Ok(rounds.rows(qemu.as_ref()))
+    let mut rows = rounds.rows(qemu.as_ref());
+    if let Some(minutes) = setting.busy_minutes {
+        rows.extend(conditions.busy_rows(minutes, progress)?);
+    }
+    Ok(rows)
 }
 
 /// The samples of all rounds.
@@ -149,6 +167,7 @@ struct Rounds {
     qemu: BTreeMap<u32, Column>,
     /// Instructions a second.
     bare: Samples,
+    moves: Moves,
     /// What every loop has computed.
     loop_result: Option<u64>,
 }
@@ -264,6 +283,7 @@ impl Rounds {
             ));
         }
         rows.extend(self.loop_rows());
+        rows.extend(self.moves.rows());
         rows
     }
 
@@ -333,10 +353,12 @@ mod tests {
     /// Conditions of tests that start no Linux.
     pub(super) fn conditions(test: impl FnOnce(&Conditions<'_>)) {
         let setting = LinuxSetting {
+            executable: PathBuf::new(),
             kernel: PathBuf::new(),
             initrd: PathBuf::new(),
             qemu: None,
             rounds: 1,
+            busy_minutes: None,
         };
         let guest = Guest {
             kernel: Vec::new(),

@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 /// QEMU's harts.
 const CPU: &str =
     "rv64,f=false,d=false,v=false,zba=false,zbb=false,zbc=false,zbs=false,h=false,sstc=false";
+/// Extensions that QEMU before 9.0 does not know by these names, or has off.
+const CPU_9: &str = ",zawrs=false,zfa=false,svadu=false";
 /// Device trees of QEMU before 9.0 have the harts' extensions in one word only.
 const FALLBACK: &str = "riscv_isa_fallback";
 /// The longest wait for text.
@@ -66,9 +68,10 @@ impl Process {
 impl Conditions<'_> {
     /// Starts Linux on `vcpus` vCPUs of QEMU, and reads its figures.
     pub(super) fn measure_qemu(&self, qemu: &Qemu, vcpus: u32) -> Result<Figures, BenchError> {
+        let newer = if qemu.is_at_least(9, 0) { CPU_9 } else { "" };
         let mut command = Command::new(qemu.file());
         command
-            .args(["-machine", "virt", "-cpu", CPU])
+            .args(["-machine", "virt", "-cpu", &format!("{CPU}{newer}")])
             .args(["-accel", "tcg,thread=multi"])
             .args(["-smp", &vcpus.to_string()])
             .args(["-m", &format!("{}M", MEMORY >> 20)])

@@ -375,6 +375,9 @@ pub(crate) struct LinuxFlags {
     /// --quick 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: Option<u32>,
+    /// Minutes of mixed work at the end, 2 or more: the last one's speed next to the first one's
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1440))]
+    pub(crate) minutes: Option<u32>,
     /// Some seconds, and noisier
     #[arg(long)]
     pub(crate) quick: bool,

@@ -1,7 +1,7 @@
 //! `pageferry bench linux`: Linux on our own hypervisor, beside QEMU and beside a bare guest.
 
 use super::args::LinuxFlags;
-use super::show_rows;
+use super::{executable, show_rows};
 use crate::exit::Failure;
 use crate::guest_linux;
 use crate::output;
@@ -24,9 +24,11 @@ fn setting(flags: &LinuxFlags) -> Result<LinuxSetting, Failure> {
     let guest = guest_linux::find(flags.kernel.as_deref(), flags.initrd.as_deref())?;
     let rounds = if flags.quick { 1 } else { LinuxSetting::ROUNDS };
     Ok(LinuxSetting {
+        executable: executable()?,
         kernel: guest.kernel,
         initrd: guest.initrd,
         qemu: flags.peer.map(|_| flags.peer_program.clone()),
         rounds: flags.repeat.unwrap_or(rounds),
+        busy_minutes: flags.minutes,
     })
 }
