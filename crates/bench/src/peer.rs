@@ -607,7 +607,12 @@ mod tests {
         };
         let sources = Guest::ALL.map(|guest| source(guest, None));
         let secure = source(Guest::Toucher, Some(files));
-        for role in sources.into_iter().chain([pong, Role::Bulk, secure]) {
+        let linux = Role::Linux {
+            kernel: "Image".into(),
+            initrd: "initrd.gz".into(),
+        };
+        let others = [pong, Role::Bulk, linux, secure];
+        for role in sources.into_iter().chain(others) {
             let words = role.to_words();
             assert_eq!(Role::from_words(&words).expect("a role"), role);
         }

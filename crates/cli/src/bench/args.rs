@@ -67,7 +67,7 @@ pub(crate) enum BenchCommand {
     ///
     /// A loop of a process is printed next to the same loop in a bare guest. With --peer qemu, the
     /// same kernel runs on QEMU in turn, which translates code where our engine interprets it:
-    /// arithmetic is up to 10 times slower here. The kernel and its initrd are those of `cargo
+    /// arithmetic is about 10 times slower here. The kernel and its initrd are those of `cargo
     /// xtask guest-linux`: in the folder PAGEFERRY_GUEST_LINUX of the environment, or in
     /// target/guest-linux.
     Linux(LinuxFlags),

@@ -230,6 +230,20 @@ mod tests {
     }
 
     #[test]
+    fn the_table_says_whether_a_target_was_met() {
+        use pageferry_bench::{Bound, Conditions, kit::Samples};
+        let row = || {
+            let samples: Samples = [6.0].into_iter().collect();
+            samples.row("case", "subject", "us", Conditions::default())
+        };
+        let aiming = |most| row().aiming_at("median < 7 us", Bound::Below(most));
+        assert_eq!(target(&row()), "");
+        assert_eq!(target(&aiming(7.0)), "met: median < 7 us");
+        assert_eq!(target(&aiming(5.0)), "MISSED: median < 7 us");
+        assert!(table(&[aiming(7.0)]).contains("met: median < 7 us"));
+    }
+
+    #[test]
     fn figures_have_three_digits() {
         let shown: Vec<String> = [7.456, 12.34, 812.3, 9999.0, 45_600.0, 3.1e8, 4.25e9]
             .map(figure)
