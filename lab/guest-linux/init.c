@@ -372,6 +372,10 @@ static u64 pipe_each(int times)
 	}
 	start = now_ns() - start;
 	waitpid(-1, NULL, 0);
+	for (int i = 0; i < 2; i++) {
+		close(to[i]);
+		close(from[i]);
+	}
 	return start / times;
 }
 
