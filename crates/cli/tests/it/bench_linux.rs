@@ -54,11 +54,11 @@ fn what_cannot_be_measured_is_a_usage_error() {
     let fails = |more: &[&str], part: &str| {
         pageferry(&[&["bench", "linux"], more].concat()).assert_failed(2, part);
     };
-    fails(&["--kernel", "Image"], "--initrd");
+    fails(&["--kernel", "Image"], "arguments were not provided");
     fails(&["--minutes", "1"], "1 is not in 2..=1440");
     fails(&["--repeat", "0"], "0 is not in 1..=1000");
     fails(&["--peer", "bochs"], "bochs");
-    fails(&["--peer-program", "q"], "--peer");
+    fails(&["--peer-program", "q"], "arguments were not provided");
 }
 
 #[test]
