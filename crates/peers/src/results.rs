@@ -84,7 +84,8 @@ const LINUX: &str = "
 QEMU, in turns. The first process times its work by the guest's clock. QEMU translates code, and
 our engine interprets it: arithmetic is about 10 times slower here (`linux.loop_time`). The bare
 loop has the same instructions, without an operating system and page tables. QEMU's `up_wall`
-includes its process and its firmware. `linux.busy` counts work by processor time.
+includes its process and its firmware. `linux.busy` counts work by processor time. Runs differ by a
+few percent, so ratios near 1.0 are met in one run and missed in the next.
 ";
 
 /// The page in Markdown, with `results` in this order.
