@@ -4,6 +4,7 @@
  *
  *   pf=check     does things whose results are always the same, and shuts down
  *   pf=measure   times what an operating system does often, and shuts down
+ *   pf=busy      repeats mixed work for ever: processes, pipes, new pages, arithmetic
  *   pf=load      writes and checks memory and files for ever, beside a timer loop
  *   pf=storm     forks, executes, maps, protects and writes code on all processors
  *   pf=torture   runs the kernel's own torture tests, rcutorture and locktorture
@@ -17,6 +18,7 @@
  *   PF fork|exec|pipe|touch <ns>    measure: one fork with exit and wait, the same with an exec, a
  *                                   round trip of a byte through two pipes, a new page
  *   PF loop <ns> <hex>              measure: LOOP_ROUNDS rounds of loop(), and their result
+ *   PF busy <ns> <rounds>           busy: the clock, and rounds so far
  *   PF tick <ns> <gap>              load: the clock, and the largest gap in ns between two rounds
  *                                   of a timer of 1 ms since the line before
  *   PF load <pages> <wrong>         load: pages checked so far, and pages with wrong contents
@@ -370,6 +372,10 @@ static u64 pipe_each(int times)
 	}
 	start = now_ns() - start;
 	waitpid(-1, NULL, 0);
+	for (int i = 0; i < 2; i++) {
+		close(to[i]);
+		close(from[i]);
+	}
 	return start / times;
 }
 
@@ -459,6 +465,19 @@ static void measure(void)
 	result = loop(LOOP_ROUNDS);
 	start = now_ns() - start;
 	line("loop", NULL, 2, start, result, 16);
+}
+
+/* One round takes about a tenth of a second. */
+static void busy(void)
+{
+	for (u64 n = 1;; n++) {
+		fork_each(20, 0);
+		fork_each(20, 1);
+		pipe_each(200);
+		touch(MIB);
+		loop(1000000);
+		SAY2("busy", now_ns(), n);
+	}
 }
 
 /* ---- Load for ever ---- */
@@ -692,6 +711,8 @@ int main(int argc, char **argv)
 		tick();
 	} else if (work && strcmp(work, "measure") == 0) {
 		measure();
+	} else if (work && strcmp(work, "busy") == 0) {
+		busy();
 	} else if (work && strcmp(work, "storm") == 0) {
 		storm(seconds);
 	} else if (work && strcmp(work, "torture") == 0) {

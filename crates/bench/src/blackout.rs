@@ -12,9 +12,9 @@ use pageferry_migration::DestinationConfig;
 /// The conditions of a blackout.
 const HOW: &str = "last guest instruction at the source to first at the destination, one clock; 1 pre-copy pass; all vCPUs rewrite memory all the time; if the engine does not report the first instruction, the first touch of a data page";
 
-const VCPUS: u32 = 4;
+pub(crate) const VCPUS: u32 = 4;
 /// The memory that the guest uses, in bytes. Without `sparse`, the VM has no more.
-const MEMORY: u64 = 512 << 20;
+pub(crate) const MEMORY: u64 = 512 << 20;
 
 /// The figures of VMs with one size of memory.
 #[derive(Default)]
@@ -72,23 +72,28 @@ pub fn blackout(
     Ok(rows)
 }
 
+/// The source of the test guest that moves.
+pub(crate) fn role(engine: Engine, memory_bytes: u64) -> Role {
+    Role::Source(SourceVm {
+        engine,
+        vcpus: VCPUS,
+        memory_bytes,
+        backing: Backing::Shmem,
+        used_bytes: MEMORY,
+        passes: 1,
+        push: true,
+        preempt: true,
+        prefetch: true,
+        guest: Guest::Workload,
+        channels: Channels::default(),
+    })
+}
+
 impl Measured {
     /// Moves a VM.
     fn measure(&mut self, setting: &Setting, engine: Engine) -> Result<(), BenchError> {
         let workload = Workload::new(isa_of(engine), VCPUS, MEMORY)?;
-        let role = Role::Source(SourceVm {
-            engine,
-            vcpus: VCPUS,
-            memory_bytes: self.memory_bytes,
-            backing: Backing::Shmem,
-            used_bytes: MEMORY,
-            passes: 1,
-            push: true,
-            preempt: true,
-            prefetch: true,
-            guest: Guest::Workload,
-            channels: Channels::default(),
-        });
+        let role = role(engine, self.memory_bytes);
         let mut peer = Peer::start(setting, &role)?;
         let config = DestinationConfig {
             allocate: self.allocate,

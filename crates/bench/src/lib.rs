@@ -29,6 +29,8 @@ mod exits;
 #[cfg(feature = "benchmarks")]
 mod link;
 #[cfg(feature = "benchmarks")]
+pub mod linux;
+#[cfg(feature = "benchmarks")]
 pub mod memslot;
 #[cfg(feature = "benchmarks")]
 pub mod model;
@@ -36,6 +38,8 @@ pub mod model;
 pub mod peer;
 #[cfg(feature = "benchmarks")]
 pub mod postcopy_latency;
+#[cfg(feature = "benchmarks")]
+mod qemu;
 #[cfg(feature = "benchmarks")]
 mod row;
 #[cfg(feature = "benchmarks")]

@@ -3,7 +3,7 @@
 //! The two exchange lines of text. The peer writes to its standard output, and ends when its
 //! standard input ends. So no peer outlives its benchmark.
 
-use crate::vm::{Faults, create_on, fill, isa_of, toucher};
+use crate::vm::{Faults, Vm, create_on, fill, isa_of, toucher};
 use crate::{BenchError, Setting};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::Workload;
@@ -17,6 +17,7 @@ use pageferry_migration::{
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::net::{IpAddr, Ipv4Addr};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -47,6 +48,13 @@ pub enum Role {
     Bulk,
     /// Creates a VM and moves it to the address on its standard input.
     Source(SourceVm),
+    /// Runs Linux under load, and moves it as `Source` does.
+    Linux {
+        /// The kernel's file.
+        kernel: PathBuf,
+        /// The file of its initrd.
+        initrd: PathBuf,
+    },
 }
 
 /// The VM of a source, and how it moves.
@@ -153,6 +161,10 @@ impl Role {
                 vec!["pong".into(), host.to_string(), page_bytes.to_string()]
             }
             Self::Bulk => vec!["bulk".into()],
+            Self::Linux { kernel, initrd } => {
+                let paths = [kernel, initrd].map(|path| path.display().to_string());
+                ["linux".to_owned()].into_iter().chain(paths).collect()
+            }
             Self::Source(vm) => [
                 "source".to_owned(),
                 vm.engine.to_string(),
@@ -189,6 +201,10 @@ impl Role {
                 page_bytes: value(page_bytes)?,
             }),
             ["bulk"] => Ok(Self::Bulk),
+            ["linux", kernel, initrd] => Ok(Self::Linux {
+                kernel: kernel.into(),
+                initrd: initrd.into(),
+            }),
             [
                 "source",
                 engine,
@@ -236,6 +252,10 @@ impl Role {
             &Self::Pong { host, page_bytes } => pong(host, page_bytes),
             Self::Bulk => bulk(),
             Self::Source(vm) => source(vm),
+            Self::Linux { kernel, initrd } => {
+                let vm = crate::linux::source(kernel, initrd)?;
+                send(&vm, &SourceConfig::default(), 1)
+            }
         }
     }
 }
@@ -274,18 +294,26 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
             vm.load(program.program())?;
         }
     }
-    send_line("ready")?;
-    let to = parse_address(&read_line()?)?;
     let config = SourceConfig {
-        settings: Switch::AfterPasses(passes).into(),
         push_background: push,
         preempt,
         prefetch,
         bulk_channels: channels.bulk,
         tls: channels.tls.clone(),
+        ..SourceConfig::default()
+    };
+    send(&vm, &config, passes)
+}
+
+/// Moves a VM to the address on the standard input, and reports it.
+fn send(vm: &Vm, config: &SourceConfig, passes: u32) -> Result<(), BenchError> {
+    send_line("ready")?;
+    let to = parse_address(&read_line()?)?;
+    let config = SourceConfig {
+        settings: Switch::AfterPasses(passes).into(),
         // The other end is on this machine, also where it has an address of its own.
         plain: PlainPolicy::Anywhere,
-        ..SourceConfig::default()
+        ..config.clone()
     };
     let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());
     let session = SourceSession::new().map_err(|e| failed(&e))?;
@@ -579,7 +607,12 @@ mod tests {
         };
         let sources = Guest::ALL.map(|guest| source(guest, None));
         let secure = source(Guest::Toucher, Some(files));
-        for role in sources.into_iter().chain([pong, Role::Bulk, secure]) {
+        let linux = Role::Linux {
+            kernel: "Image".into(),
+            initrd: "initrd.gz".into(),
+        };
+        let others = [pong, Role::Bulk, linux, secure];
+        for role in sources.into_iter().chain(others) {
             let words = role.to_words();
             assert_eq!(Role::from_words(&words).expect("a role"), role);
         }

@@ -12,8 +12,8 @@ pub struct Row {
     pub subject: String,
     /// The median of the samples, in `unit`.
     pub value: f64,
-    /// The unit of `value`, `min` and `max`: `us`, `ms`, `B`, `B/s`, `pages`, `pages/s` or
-    /// `instructions/s`.
+    /// The unit of `value`, `min` and `max`: `us`, `ms`, `B`, `B/s`, `pages`, `pages/s`,
+    /// `instructions/s` or `rounds/s`.
     pub unit: &'static str,
     /// `value` divided by the baseline's.
     pub ratio: Option<f64>,

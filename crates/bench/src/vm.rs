@@ -76,7 +76,7 @@ impl From<BootError> for BenchError {
         match error {
             BootError::Machine(error) => error.into(),
             BootError::Memory(error) => error.into(),
-            BootError::Linux(error) => Self::Stopped(error.to_string()),
+            BootError::Linux(error) => Self::Setting(error.to_string()),
         }
     }
 }

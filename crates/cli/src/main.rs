@@ -26,6 +26,8 @@ mod console;
 mod control;
 mod demo;
 mod exit;
+#[cfg(feature = "bench")]
+mod guest_linux;
 mod host;
 mod log;
 mod manual;

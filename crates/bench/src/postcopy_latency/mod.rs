@@ -36,9 +36,9 @@ pub use setting::{Column, HostPage, LatencySetting, Mode};
 pub use stalls::LogBucket;
 
 use crate::BenchError;
+use crate::qemu::Qemu;
 use pageferry_hosts::{HugePages, Link, TwoHosts};
 use pageferry_machine::{Backing, Engine, EngineChoice};
-use qemu::Qemu;
 use round::{Conditions, Round};
 use std::collections::BTreeMap;
 use std::time::Instant;

@@ -2,12 +2,12 @@
 
 use super::aims::{self, Aim};
 use super::noise::Noise;
-use super::qemu::Qemu;
 use super::round::{Measured, Round};
 use super::setting::{Column, LatencySetting, Mode};
 use super::stalls::{LogBucket, buckets};
 use crate::demand_paging::Unmeasured;
 use crate::kit::{Figure, Samples};
+use crate::qemu::Qemu;
 use serde::Serialize;
 use std::time::Duration;
 

@@ -1,12 +1,12 @@
 //! One row of one round: a VM that moves between the two hosts, or bare exchanges between them.
 
 use super::noise::{Meter, Noise};
-use super::qemu::Qemu;
 use super::setting::{Column, LatencySetting, Mode};
 use super::stalls::Stalls;
 use crate::BenchError;
 use crate::link::{exchanges, receive_by};
 use crate::peer::{Channels, Guest, Peer, Role, SourceVm, listen};
+use crate::qemu::Qemu;
 use pageferry_hosts::{Host, TwoHosts, netns};
 use pageferry_migration::{DestinationConfig, DestinationReport, Phase, PlainPolicy};
 use std::net::IpAddr;

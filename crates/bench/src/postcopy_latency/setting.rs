@@ -171,7 +171,7 @@ pub struct LatencySetting {
 
 impl LatencySetting {
     /// QEMU's name in the search path.
-    pub const QEMU: &str = super::qemu::PROGRAM;
+    pub const QEMU: &str = crate::qemu::PROGRAM;
     /// The rounds of a full run.
     pub const ROUNDS: u32 = 9;
     /// Guest memory of a full run, in bytes.

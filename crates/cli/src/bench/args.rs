@@ -4,6 +4,7 @@ use crate::size;
 use clap::{Args, Subcommand};
 use pageferry_bench::Channels;
 use pageferry_bench::demand_paging::DemandSetting;
+use pageferry_bench::linux::LinuxSetting;
 use pageferry_bench::postcopy_latency::{LatencySetting, Rate};
 use pageferry_machine::{Backing, EngineChoice};
 use pageferry_migration::TlsFiles;
@@ -62,6 +63,14 @@ pub(crate) enum BenchCommand {
     /// random. Verdicts need 5 rounds in which nothing else disturbed the machine. It needs root
     /// and Debian's package iproute2. For pages of 2 MiB it takes huge pages of the host meanwhile.
     PostcopyLatency(LatencyFlags),
+    /// Linux on our own hypervisor: start, processes, pipes, arithmetic
+    ///
+    /// A loop of a process is printed next to the same loop in a bare guest. With --peer qemu, the
+    /// same kernel runs on QEMU in turn, which translates code where our engine interprets it:
+    /// arithmetic is about 10 times slower here. The kernel and its initrd are those of `cargo
+    /// xtask guest-linux`: in the folder PAGEFERRY_GUEST_LINUX of the environment, or in
+    /// target/guest-linux.
+    Linux(LinuxFlags),
     /// The phases of dirty logging on our own hypervisor, with one lock around every fault and
     /// without it
     DirtyLog(DirtyLogFlags),
@@ -345,6 +354,36 @@ pub(crate) enum PageFlag {
     /// 2 MiB
     #[value(name = "2m")]
     Size2M,
+}
+
+/// `pageferry bench linux`.
+#[derive(Debug, Args)]
+pub(crate) struct LinuxFlags {
+    /// The kernel: an uncompressed riscv64 Image for RV64IMA
+    #[arg(long, value_name = "FILE", requires = "initrd")]
+    pub(crate) kernel: Option<PathBuf>,
+    /// Its initrd, with the first process of lab/guest-linux
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub(crate) initrd: Option<PathBuf>,
+    /// Measure another hypervisor beside: the same kernel and initrd, emulated
+    #[arg(long, value_name = "qemu", value_enum)]
+    pub(crate) peer: Option<PeerFlag>,
+    /// The program of the peer
+    #[arg(long, value_name = "FILE", default_value = LinuxSetting::QEMU, requires = "peer")]
+    pub(crate) peer_program: PathBuf,
+    /// Number of rounds; each measures all rows once, and medians are printed [default: 7; with
+    /// --quick 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: Option<u32>,
+    /// Minutes of mixed work at the end, 2 or more: the last one's speed next to the first one's
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1440))]
+    pub(crate) minutes: Option<u32>,
+    /// Some seconds, and noisier
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Print the rows as a JSON array
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// `pageferry bench dirty-log`.

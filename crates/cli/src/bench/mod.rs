@@ -3,6 +3,7 @@
 mod args;
 mod demand_paging;
 mod dirty_log;
+mod linux;
 mod memslot;
 mod postcopy_latency;
 
@@ -39,6 +40,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         BenchCommand::Memslot(flags) => memslot::memslot(flags),
         BenchCommand::DemandPaging(flags) => demand_paging::demand_paging(flags),
         BenchCommand::PostcopyLatency(flags) => postcopy_latency::postcopy_latency(flags),
+        BenchCommand::Linux(flags) => linux::linux(flags),
         BenchCommand::DirtyLog(flags) => dirty_log::dirty_log(flags),
     }
 }
@@ -61,11 +63,14 @@ fn run(
         repeat: flags.repeat,
     };
     let rows = benchmark(&setting, &mut |doing| output::note(doing))?;
-    if flags.json {
-        json(&rows)?;
-    } else {
-        output::result(&table(&rows));
+    show_rows(&rows, flags.json)
+}
+
+fn show_rows(rows: &[Row], as_json: bool) -> Result<(), Failure> {
+    if as_json {
+        return json(&rows);
     }
+    output::result(&table(rows));
     Ok(())
 }
 
@@ -149,7 +154,7 @@ fn table(rows: &[Row]) -> String {
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
-        "{:<26} {:<40} {:>16} {:>21} {:>3}  {:<6} {:<18} baseline",
+        "{:<26} {:<40} {:>16} {:>21} {:>3}  {:<6} {:<26} baseline",
         "case", "subject", "median", "min .. max", "n", "ratio", "target"
     );
     for row in rows {
@@ -163,16 +168,29 @@ fn table(rows: &[Row]) -> String {
         );
         let _ = writeln!(
             out,
-            "{:<26} {:<40} {:>16} {range:>21} {:>3}  {ratio:<6} {:<18} {}",
+            "{:<26} {:<40} {:>16} {range:>21} {:>3}  {ratio:<6} {:<26} {}",
             row.case,
             row.subject,
             format!("{}{}", figure(row.value), row.unit),
             row.samples,
-            row.target.as_deref().unwrap_or(""),
+            target(row),
             row.baseline.as_deref().unwrap_or(""),
         );
     }
     out
+}
+
+/// The verdict and the target of a row, if it has one.
+fn target(row: &Row) -> String {
+    let Some(target) = &row.target else {
+        return String::new();
+    };
+    let verdict = match row.met {
+        Some(true) => "met: ",
+        Some(false) => "MISSED: ",
+        None => "",
+    };
+    format!("{verdict}{target}")
 }
 
 impl From<BenchError> for Failure {
@@ -209,6 +227,20 @@ mod tests {
         assert_eq!(exit(BenchError::Cancelled), Exit::Cancelled);
         assert_eq!(exit(BenchError::WrongValue(text())), Exit::Verification);
         assert_eq!(exit(BenchError::Peer(text())), Exit::Internal);
+    }
+
+    #[test]
+    fn the_table_says_whether_a_target_was_met() {
+        use pageferry_bench::{Bound, Conditions, kit::Samples};
+        let row = || {
+            let samples: Samples = [6.0].into_iter().collect();
+            samples.row("case", "subject", "us", Conditions::default())
+        };
+        let aiming = |most| row().aiming_at("median < 7 us", Bound::Below(most));
+        assert_eq!(target(&row()), "");
+        assert_eq!(target(&aiming(7.0)), "met: median < 7 us");
+        assert_eq!(target(&aiming(5.0)), "MISSED: median < 7 us");
+        assert!(table(&[aiming(7.0)]).contains("met: median < 7 us"));
     }
 
     #[test]

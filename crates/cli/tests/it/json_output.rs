@@ -174,6 +174,34 @@ mod bench {
         assert_types(section, output);
     }
 
+    /// The rows of a benchmark. Fails unless `section` lists their cases.
+    #[track_caller]
+    fn rows_with_documented_cases(
+        section: &Section,
+        benchmark: &str,
+        output: &Value,
+    ) -> Vec<Value> {
+        let rows = output.as_array().expect("an array of rows");
+        let found: BTreeSet<&str> = rows.iter().filter_map(|row| row["case"].as_str()).collect();
+        let name = format!("`{benchmark}`");
+        let cases = section.rows().find(|row| row[0] == name);
+        let cases = cases.expect("a row of cases")[1];
+        let documented: BTreeSet<&str> = cases.split('`').skip(1).step_by(2).collect();
+        assert_eq!(found, documented, "the cases of bench {benchmark}");
+        rows.clone()
+    }
+
+    #[test]
+    fn the_rows_of_linux_are_described() {
+        use crate::bench_linux::{TINY, skipped};
+        if skipped() {
+            return;
+        }
+        let section = Document::read().section("bench");
+        let rows = rows_with_documented_cases(&section, "linux", &json(&TINY));
+        assert_described(&section, &Value::Array(rows), &[]);
+    }
+
     #[test]
     fn the_rows_of_benchmarks_are_described() {
         let section = Document::read().section("bench");
@@ -188,15 +216,7 @@ mod bench {
             }
             ended.assert_ok();
             let output = ended.json();
-            let rows = output.as_array().expect("an array of rows");
-            let found: BTreeSet<&str> =
-                rows.iter().filter_map(|row| row["case"].as_str()).collect();
-            let name = format!("`{benchmark}`");
-            let cases = section.rows().find(|row| row[0] == name);
-            let cases = cases.expect("a row of cases")[1];
-            let documented: BTreeSet<&str> = cases.split('`').skip(1).step_by(2).collect();
-            assert_eq!(found, documented, "the cases of bench {benchmark}");
-            all.extend(rows.iter().cloned());
+            all.extend(rows_with_documented_cases(&section, benchmark, &output));
         }
         if !all.is_empty() {
             assert_described(&section, &Value::Array(all), &[]);

@@ -8,6 +8,8 @@ mod bench_demand_paging;
 #[cfg(feature = "bench")]
 mod bench_dirty_log;
 #[cfg(feature = "bench")]
+mod bench_linux;
+#[cfg(feature = "bench")]
 mod bench_memslot;
 #[cfg(feature = "bench")]
 mod bench_postcopy_latency;

@@ -17,6 +17,7 @@ use super::round::{Conditions, Measured};
 use super::setting::{Column, HostPage, QemuSwitches};
 use super::stalls::Stalls;
 use crate::BenchError;
+use crate::qemu::Qemu;
 use crate::vm::toucher;
 pub(super) use boot::MAX_MEMORY;
 use monitor::Monitor;
@@ -29,14 +30,9 @@ use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// The program, as Debian names it.
-pub(super) const PROGRAM: &str = "qemu-system-riscv64";
-/// The first version with the capability `postcopy-preempt`.
-const OLDEST: (u32, u32) = (7, 1);
 /// The port of the destination. Its namespace is its own.
 const PORT: u16 = 4444;
 /// The rate of pre-copy, in bytes a second.
@@ -44,48 +40,11 @@ const PRECOPY_RATE: u64 = 100_000;
 /// The time between two looks at a migration.
 const POLL: Duration = Duration::from_millis(10);
 
-/// A QEMU that can be measured.
-#[derive(Clone, Debug)]
-pub(super) struct Qemu {
-    file: PathBuf,
-    /// As QEMU says it.
-    pub(super) version: String,
-}
-
 fn failed(why: impl Into<String>) -> BenchError {
     BenchError::Peer(format!("QEMU: {}", why.into()))
 }
 
 impl Qemu {
-    /// Looks at the QEMU of `file`.
-    ///
-    /// # Errors
-    /// One sentence if it is not there or too old.
-    pub(super) fn find(file: &Path) -> Result<Self, String> {
-        let output = Command::new(file).arg("--version").output();
-        let output = output.map_err(|why| {
-            format!(
-                "{} cannot be run ({why}): install Debian's package qemu-system-misc, or name \
-                 another file",
-                file.display()
-            )
-        })?;
-        let text = String::from_utf8_lossy(&output.stdout);
-        let version = version(&text).ok_or_else(|| {
-            format!(
-                "{} is '{}': QEMU {}.{} or later is needed, which has postcopy-preempt",
-                file.display(),
-                text.lines().next().unwrap_or("silent"),
-                OLDEST.0,
-                OLDEST.1
-            )
-        })?;
-        Ok(Self {
-            file: file.to_owned(),
-            version: version.to_owned(),
-        })
-    }
-
     /// Whether a column can be measured on QEMU.
     pub(super) fn can(column: &Column) -> bool {
         column.host_page == HostPage::Size4K && !column.tls
@@ -191,7 +150,7 @@ impl Qemu {
         ram_bytes: u64,
         more: impl FnOnce(&mut Command),
     ) -> Result<Monitor, BenchError> {
-        let mut command = netns::command(namespace, &self.file);
+        let mut command = netns::command(namespace, self.file());
         command
             .args(["-machine", "virt,memory-backend=ram", "-cpu", "rv64"])
             .args(["-accel", "tcg,thread=multi", "-bios", "none"])
@@ -202,15 +161,6 @@ impl Qemu {
         more(&mut command);
         Monitor::start(command)
     }
-}
-
-/// The version in what QEMU says of itself, if it is new enough.
-fn version(text: &str) -> Option<&str> {
-    let version = text.strip_prefix("QEMU emulator version ")?;
-    let version = version.split_whitespace().next()?;
-    let mut numbers = version.split('.').map(|number| number.parse().ok());
-    let found = (numbers.next()??, numbers.next()??);
-    (found >= OLDEST).then_some(version)
 }
 
 /// A file without a name.
@@ -278,23 +228,4 @@ fn is_tcp(socket: &OwnedFd) -> bool {
     let internet = [AddressFamily::INET, AddressFamily::INET6];
     sockopt::socket_domain(socket).is_ok_and(|domain| internet.contains(&domain))
         && sockopt::socket_type(socket) == Ok(SocketType::STREAM)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_qemu_that_is_missing_or_old_is_told_in_a_sentence() {
-        let missing = Qemu::find(Path::new("/nonexistent/qemu")).unwrap_err();
-        assert!(missing.contains("qemu-system-misc"), "{missing}");
-        let other = Qemu::find(Path::new("/bin/echo")).unwrap_err();
-        assert!(other.contains("7.1 or later is needed"), "{other}");
-        let debian = "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7)\nCopyright";
-        assert_eq!(version(debian), Some("7.2.22"));
-        assert_eq!(version("QEMU emulator version 10.0.2"), Some("10.0.2"));
-        for old in ["QEMU emulator version 7.0.9", "QEMU emulator version x", ""] {
-            assert_eq!(version(old), None, "{old}");
-        }
-    }
 }

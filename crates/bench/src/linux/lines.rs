@@ -1,0 +1,200 @@
+//! The lines of the guest's first process (`lab/guest-linux/init.c`).
+
+use crate::BenchError;
+
+/// What a line that begins with `PF` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Line {
+    /// The first process runs. The guest's clock, in nanoseconds.
+    Up(u64),
+    /// What something takes, in nanoseconds.
+    Time(Task, u64),
+    /// The arithmetic loop.
+    Loop {
+        /// Its nanoseconds.
+        ns: u64,
+        /// What it has computed.
+        result: u64,
+    },
+    /// Mixed work so far.
+    Busy {
+        /// Rounds that are done.
+        rounds: u64,
+    },
+    /// The work is done.
+    Done,
+    /// A line of another kind of work.
+    Other,
+}
+
+/// What an operating system does often.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Task {
+    Fork,
+    Exec,
+    Pipe,
+    Touch,
+}
+
+impl Task {
+    pub(super) const ALL: [Self; 4] = [Self::Fork, Self::Exec, Self::Pipe, Self::Touch];
+
+    pub(super) const fn case(self) -> &'static str {
+        match self {
+            Self::Fork => "linux.fork",
+            Self::Exec => "linux.exec",
+            Self::Pipe => "linux.pipe",
+            Self::Touch => "linux.touch",
+        }
+    }
+
+    pub(super) const fn words(self) -> &'static str {
+        match self {
+            Self::Fork => "a fork with exit and wait; guest clock",
+            Self::Exec => "the same with an exec; guest clock",
+            Self::Pipe => "a round trip of a byte through two pipes; guest clock",
+            Self::Touch => "the first store to a page; guest clock",
+        }
+    }
+}
+
+/// Reads a line of the console. `None`: it is not the first process's, but the kernel's.
+///
+/// # Errors
+/// [`BenchError::WrongValue`] if the guest has found something wrong. [`BenchError::Stopped`] for a
+/// line that the first process does not write.
+pub(super) fn parse(line: &str) -> Result<Option<Line>, BenchError> {
+    let Some(rest) = line.strip_prefix("PF ") else {
+        return Ok(None);
+    };
+    let words: Vec<&str> = rest.split_whitespace().collect();
+    let time = |task, ns: &str| Some(Line::Time(task, ns.parse().ok()?));
+    let read = match words.as_slice() {
+        ["FAIL", what @ ..] => {
+            let what = what.join(" ");
+            return Err(BenchError::WrongValue(format!(
+                "Linux reports a failure of '{what}'"
+            )));
+        }
+        ["up", ns] => ns.parse().ok().map(Line::Up),
+        ["fork", ns] => time(Task::Fork, ns),
+        ["exec", ns] => time(Task::Exec, ns),
+        ["pipe", ns] => time(Task::Pipe, ns),
+        ["touch", ns] => time(Task::Touch, ns),
+        ["loop", ns, result] => read_loop(ns, result),
+        ["busy", _, rounds] => rounds.parse().ok().map(|rounds| Line::Busy { rounds }),
+        ["load" | "md5", _, wrong] => match wrong.parse() {
+            Ok(0) => Some(Line::Other),
+            Ok(wrong) => return Err(wrong_contents(wrong)),
+            Err(_) => None,
+        },
+        ["done"] => Some(Line::Done),
+        ["tick" | "check" | "storm" | "torture", ..] => Some(Line::Other),
+        _ => None,
+    };
+    match read {
+        Some(line) => Ok(Some(line)),
+        None => Err(BenchError::Stopped(format!(
+            "its first process wrote '{line}': expected a line of lab/guest-linux/init.c"
+        ))),
+    }
+}
+
+fn wrong_contents(wrong: u64) -> BenchError {
+    BenchError::WrongValue(format!("Linux found wrong contents {wrong} times"))
+}
+
+fn read_loop(ns: &str, result: &str) -> Option<Line> {
+    Some(Line::Loop {
+        ns: ns.parse().ok()?,
+        result: u64::from_str_radix(result, 16).ok()?,
+    })
+}
+
+/// Cuts what a console writes into lines.
+#[derive(Default)]
+pub(super) struct Splitter(Vec<u8>);
+
+impl Splitter {
+    /// The longest line that is kept. The first process writes shorter ones.
+    const LONGEST: usize = 4096;
+
+    /// Takes more of the text. Returns the lines that are whole now.
+    pub(super) fn take(&mut self, text: &[u8]) -> Vec<String> {
+        self.0.extend(text);
+        let mut lines = Vec::new();
+        while let Some(end) = self.0.iter().position(|&byte| byte == b'\n') {
+            let line: Vec<u8> = self.0.drain(..=end).collect();
+            lines.push(String::from_utf8_lossy(&line).trim().to_owned());
+        }
+        if self.0.len() > Self::LONGEST {
+            self.0.clear();
+        }
+        lines
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_line_of_the_first_process_is_read() {
+        let read = |line| parse(line).expect("a good line");
+        assert_eq!(read("PF up 262793200"), Some(Line::Up(262_793_200)));
+        assert_eq!(read("PF fork 7"), Some(Line::Time(Task::Fork, 7)));
+        assert_eq!(read("PF exec 7"), Some(Line::Time(Task::Exec, 7)));
+        assert_eq!(read("PF pipe 7"), Some(Line::Time(Task::Pipe, 7)));
+        assert_eq!(read("PF touch 7"), Some(Line::Time(Task::Touch, 7)));
+        let looped = Line::Loop {
+            ns: 9,
+            result: 0xd85e_ef52_1f96_32d3,
+        };
+        assert_eq!(read("PF loop 9 d85eef521f9632d3"), Some(looped));
+        assert_eq!(read("PF busy 9 12"), Some(Line::Busy { rounds: 12 }));
+        assert_eq!(read("PF load 4000 0"), Some(Line::Other));
+        assert_eq!(read("PF tick 5 6"), Some(Line::Other));
+        assert_eq!(read("PF done"), Some(Line::Done));
+        assert_eq!(read("[    1.6] reboot: Power down"), None);
+        assert_eq!(read(""), None);
+    }
+
+    #[test]
+    fn a_malformed_line_is_told() {
+        for bad in [
+            "PF ",
+            "PF up",
+            "PF up x",
+            "PF up -1",
+            "PF fork 1 2",
+            "PF loop 1",
+            "PF loop 1 xyz",
+            "PF loop 99999999999999999999 1",
+            "PF busy 1",
+            "PF load 1 many",
+            "PF done now",
+            "PF what 1",
+        ] {
+            let why = parse(bad).expect_err(bad).to_string();
+            assert!(why.contains("init.c") && why.contains(bad.trim()), "{why}");
+        }
+    }
+
+    #[test]
+    fn what_the_guest_finds_wrong_is_a_wrong_value() {
+        for bad in ["PF FAIL fork or exec", "PF load 500 3", "PF md5 5 1"] {
+            let why = parse(bad).expect_err(bad);
+            assert!(matches!(why, BenchError::WrongValue(_)), "{why}");
+        }
+    }
+
+    #[test]
+    fn text_comes_in_any_pieces() {
+        let mut splitter = Splitter::default();
+        assert!(splitter.take(b"PF u").is_empty());
+        assert_eq!(splitter.take(b"p 12\r\nPF d"), ["PF up 12"]);
+        assert_eq!(splitter.take(b"one\n\n"), ["PF done", ""]);
+        assert!(splitter.take(&[0xff; 10_000]).is_empty());
+        assert_eq!(splitter.take(b"\nPF done\n"), ["", "PF done"]);
+    }
+}

@@ -1,0 +1,444 @@
+//! `bench linux`: how fast Linux runs on our own hypervisor, beside QEMU and beside a bare guest.
+//!
+//! **Guarantee.** Every figure was measured by the run that prints it. The guests of all rows are
+//! the same kernel with the same first process. A wrong value in a guest ends the benchmark.
+//!
+//! **Mechanism.** Each round starts Linux on the soft engine and, as a peer, on QEMU. The two take
+//! turns in being first. The first process (`lab/guest-linux/init.c`) times what it does by the
+//! guest's clock, and says so on the console (`lines`). Each round also runs the loop of the first
+//! process in a bare guest (`bare`), and moves a loaded Linux from another process to this one
+//! (`moved`). On request, Linux works for minutes after all rounds (`busy`).
+//!
+//! QEMU translates code, and our engine interprets it: arithmetic is about 10 times slower here.
+
+mod bare;
+mod busy;
+mod figures;
+mod lines;
+mod moved;
+mod qemu;
+mod soft;
+
+use crate::qemu::Qemu;
+use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples};
+use bare::{BareLoop, INSTRUCTIONS, ROUNDS};
+use figures::Figures;
+use lines::Task;
+use moved::Moves;
+pub(crate) use moved::source;
+use pageferry_machine::Linux;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The memory of guests that are timed, in bytes.
+const MEMORY: u64 = 256 << 20;
+/// The numbers of vCPUs. Only figures of one vCPU have targets.
+const VCPUS: [u32; 2] = [1, 4];
+/// The longest a guest may take for its work.
+const LIMIT: Duration = Duration::from_secs(180);
+/// The kernel's command line for timed work.
+const MEASURE: &str = "console=hvc0 panic=-1 quiet pf=measure";
+/// The name of the figure of the bare loop.
+const BARE: &str = "bare.loop";
+
+/// The settings of a run.
+#[derive(Clone, Debug)]
+pub struct LinuxSetting {
+    /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
+    pub executable: PathBuf,
+    /// The kernel's file, a riscv64 `Image`.
+    pub kernel: PathBuf,
+    /// The file of its initial RAM disk, with the first process of `lab/guest-linux`.
+    pub initrd: PathBuf,
+    /// The QEMU to measure beside.
+    pub qemu: Option<PathBuf>,
+    /// The rounds, at least 1. Each gives one sample of each figure.
+    pub rounds: u32,
+    /// The minutes for which Linux works at the end, at least 2. `None`: it does not.
+    pub busy_minutes: Option<u32>,
+}
+
+impl LinuxSetting {
+    /// QEMU's name in the search path.
+    pub const QEMU: &str = crate::qemu::PROGRAM;
+    /// The rounds of a full run.
+    pub const ROUNDS: u32 = 7;
+}
+
+/// The guest's files.
+struct Guest {
+    kernel: Vec<u8>,
+    initrd: Vec<u8>,
+}
+
+impl Guest {
+    fn read(kernel: &Path, initrd: &Path) -> Result<Self, BenchError> {
+        let read = |what, path: &Path| {
+            std::fs::read(path).map_err(|why| {
+                BenchError::Setting(format!(
+                    "the {what} {} cannot be read: {why}",
+                    path.display()
+                ))
+            })
+        };
+        Ok(Self {
+            kernel: read("kernel", kernel)?,
+            initrd: read("initrd", initrd)?,
+        })
+    }
+
+    fn linux<'a>(&'a self, command_line: &'a str) -> Linux<'a> {
+        Linux {
+            kernel: &self.kernel,
+            initrd: Some(&self.initrd),
+            command_line,
+        }
+    }
+}
+
+/// What all measurements of a run need.
+struct Conditions<'a> {
+    setting: &'a LinuxSetting,
+    guest: &'a Guest,
+    stop: &'a (dyn Fn() -> bool + Sync),
+}
+
+impl Conditions<'_> {
+    /// Checks that a wait may go on.
+    fn go_on(&self, deadline: Instant, what: &str) -> Result<(), BenchError> {
+        if (self.stop)() {
+            return Err(BenchError::Cancelled);
+        }
+        if Instant::now() > deadline {
+            return Err(BenchError::Busy(format!(
+                "{what} was not done within {} s",
+                LIMIT.as_secs()
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// Runs `bench linux` and returns its rows. It ends early when `stop` returns true.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn linux(
+    setting: &LinuxSetting,
+    stop: &(dyn Fn() -> bool + Sync),
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<Row>, BenchError> {
+    let qemu = setting.qemu.as_deref().map(Qemu::find).transpose();
+    let qemu = qemu.map_err(BenchError::Setting)?;
+    let conditions = Conditions {
+        setting,
+        guest: &Guest::read(&setting.kernel, &setting.initrd)?,
+        stop,
+    };
+    let mut rounds = Rounds::default();
+    for round in 1..=setting.rounds {
+        for vcpus in VCPUS {
+            progress(&format!(
+                "Linux with {vcpus} vCPUs, round {round} of {}",
+                setting.rounds
+            ));
+            rounds.measure(&conditions, qemu.as_ref(), vcpus, round)?;
+        }
+        rounds.add_bare(&conditions.measure_bare(ROUNDS)?)?;
+        progress(&format!(
+            "moving Linux, round {round} of {}",
+            setting.rounds
+        ));
+        rounds.moves.measure(&conditions)?;
+    }
+    let mut rows = rounds.rows(qemu.as_ref());
+    if let Some(minutes) = setting.busy_minutes {
+        rows.extend(conditions.busy_rows(minutes, progress)?);
+    }
+    Ok(rows)
+}
+
+/// The samples of all rounds.
+#[derive(Default)]
+struct Rounds {
+    soft: BTreeMap<u32, Column>,
+    qemu: BTreeMap<u32, Column>,
+    /// Instructions a second.
+    bare: Samples,
+    moves: Moves,
+    /// What every loop has computed.
+    loop_result: Option<u64>,
+}
+
+/// The samples of one hypervisor with one number of vCPUs.
+#[derive(Default)]
+struct Column {
+    up_ms: Samples,
+    wall_ms: Samples,
+    tasks_us: BTreeMap<Task, Samples>,
+    loop_ms: Samples,
+    /// Instructions a second.
+    loop_rate: Samples,
+}
+
+impl Column {
+    fn add(&mut self, figures: &Figures) {
+        self.up_ms.push(figures.up_ns as f64 / 1e6);
+        self.wall_ms.push(figures.wall_ns as f64 / 1e6);
+        for (&task, &ns) in &figures.tasks_ns {
+            let samples = self.tasks_us.entry(task).or_default();
+            samples.push(ns as f64 / 1e3);
+        }
+        self.loop_ms.push(figures.loop_ns as f64 / 1e6);
+        self.loop_rate.push(rate(figures.loop_ns));
+    }
+}
+
+/// Instructions of a loop a second.
+fn rate(ns: u64) -> f64 {
+    (ROUNDS * INSTRUCTIONS) as f64 / (ns.max(1) as f64 / 1e9)
+}
+
+impl Rounds {
+    /// Measures one start on each hypervisor. They take turns in being first.
+    fn measure(
+        &mut self,
+        conditions: &Conditions<'_>,
+        qemu: Option<&Qemu>,
+        vcpus: u32,
+        round: u32,
+    ) -> Result<(), BenchError> {
+        for first in [true, false] {
+            let ours = first == (round % 2 == 1);
+            let (columns, figures) = match qemu {
+                _ if ours => (&mut self.soft, conditions.measure_soft(vcpus)?),
+                Some(qemu) => (&mut self.qemu, conditions.measure_qemu(qemu, vcpus)?),
+                None => continue,
+            };
+            columns.entry(vcpus).or_default().add(&figures);
+            self.check(figures.loop_result)?;
+        }
+        Ok(())
+    }
+
+    fn add_bare(&mut self, bare: &BareLoop) -> Result<(), BenchError> {
+        self.bare.push(rate(bare.ns));
+        self.check(bare.result)
+    }
+
+    /// All loops compute the same.
+    fn check(&mut self, result: u64) -> Result<(), BenchError> {
+        let first = *self.loop_result.get_or_insert(result);
+        if first != result {
+            return Err(BenchError::WrongValue(format!(
+                "a loop computed {result:#x}, and the first one {first:#x}"
+            )));
+        }
+        Ok(())
+    }
+
+    fn rows(&self, qemu: Option<&Qemu>) -> Vec<Row> {
+        let mut rows = Vec::new();
+        for (&vcpus, ours) in &self.soft {
+            let theirs = self.qemu.get(&vcpus).zip(qemu);
+            let note = "from the kernel's first instructions to the first process; guest clock";
+            rows.extend(beside("linux.up", "ms", ours, theirs, vcpus, note, |c| {
+                Some(&c.up_ms)
+            }));
+            let note = "from the start of the machine to the first process's first line; wall clock; \
+                        QEMU's includes its process and its firmware";
+            rows.extend(beside(
+                "linux.up_wall",
+                "ms",
+                ours,
+                theirs,
+                vcpus,
+                note,
+                |c| Some(&c.wall_ms),
+            ));
+            for task in Task::ALL {
+                let all = beside(
+                    task.case(),
+                    "us",
+                    ours,
+                    theirs,
+                    vcpus,
+                    task.words(),
+                    |column| column.tasks_us.get(&task),
+                );
+                rows.extend(all);
+            }
+            let note = "20 million rounds of 13 instructions in a process; guest clock; QEMU \
+                        translates code";
+            rows.extend(beside(
+                "linux.loop_time",
+                "ms",
+                ours,
+                theirs,
+                vcpus,
+                note,
+                |column| Some(&column.loop_ms),
+            ));
+        }
+        rows.extend(self.loop_rows());
+        rows.extend(self.moves.rows());
+        rows
+    }
+
+    /// The loop in a process of Linux, beside the same in a bare guest.
+    fn loop_rows(&self) -> Vec<Row> {
+        let bare = HowMeasured::here(
+            1,
+            MEMORY,
+            "no operating system, no page tables; guest clock",
+        );
+        let unit = "instructions/s";
+        let mut rows = vec![self.bare.row(BARE, "soft, 1 vCPU", unit, bare)];
+        rows.extend(self.soft.get(&1).map(|ours| {
+            let note = "the loop in a process of Linux; guest clock";
+            let how = HowMeasured::here(1, MEMORY, note);
+            let row = ours.loop_rate.row("linux.loop", "soft, 1 vCPU", unit, how);
+            row.against(BARE, self.bare.median())
+                .aiming_at("ratio >= 0.95", Bound::RatioAtLeast(0.95))
+        }));
+        rows
+    }
+}
+
+/// The rows of one figure: ours, and QEMU's if there is one.
+fn beside(
+    case: &'static str,
+    unit: &'static str,
+    ours: &Column,
+    theirs: Option<(&Column, &Qemu)>,
+    vcpus: u32,
+    note: &str,
+    of: impl Fn(&Column) -> Option<&Samples>,
+) -> Vec<Row> {
+    let row = |column: &Column, name: &str| {
+        let s = if vcpus == 1 { "" } else { "s" };
+        let subject = format!("{name}, {vcpus} vCPU{s}");
+        let how = HowMeasured::here(vcpus, MEMORY, note);
+        of(column).map(|samples| samples.row(case, subject, unit, how))
+    };
+    let theirs = theirs.and_then(|(column, qemu)| {
+        let name = format!("QEMU {}", qemu.version);
+        row(column, &name).map(|row| (row, name))
+    });
+    let mut ours = row(ours, "soft");
+    if let Some((theirs, name)) = &theirs {
+        ours = ours.map(|ours| ours.against(name.as_str(), theirs.value));
+    }
+    if let Some((target, bound)) = target(case).filter(|_| vcpus == 1 && theirs.is_some()) {
+        ours = ours.map(|ours| ours.aiming_at(target, bound));
+    }
+    ours.into_iter().chain(theirs.map(|(row, _)| row)).collect()
+}
+
+/// The target of a figure beside QEMU's.
+fn target(case: &str) -> Option<(&'static str, Bound)> {
+    match case {
+        "linux.touch" => None,
+        "linux.loop_time" => Some(("ratio <= 10", Bound::RatioAtMost(10.0))),
+        _ => Some(("ratio <= 1.0", Bound::RatioAtMost(1.0))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Conditions of tests that start no Linux.
+    pub(super) fn conditions(test: impl FnOnce(&Conditions<'_>)) {
+        let setting = LinuxSetting {
+            executable: PathBuf::new(),
+            kernel: PathBuf::new(),
+            initrd: PathBuf::new(),
+            qemu: None,
+            rounds: 1,
+            busy_minutes: None,
+        };
+        let guest = Guest {
+            kernel: Vec::new(),
+            initrd: Vec::new(),
+        };
+        test(&Conditions {
+            setting: &setting,
+            guest: &guest,
+            stop: &|| false,
+        });
+    }
+
+    fn figures(ms: u64) -> Figures {
+        let ns = ms * 1_000_000;
+        Figures {
+            up_ns: ns,
+            wall_ns: ns,
+            tasks_ns: Task::ALL.into_iter().map(|task| (task, ns)).collect(),
+            loop_ns: ns,
+            loop_result: 7,
+        }
+    }
+
+    #[test]
+    fn figures_of_one_vcpu_are_judged_beside_qemu() {
+        let mut rounds = Rounds::default();
+        for vcpus in VCPUS {
+            rounds.soft.entry(vcpus).or_default().add(&figures(3));
+            rounds.qemu.entry(vcpus).or_default().add(&figures(2));
+        }
+        rounds
+            .add_bare(&BareLoop {
+                ns: 2_900_000,
+                result: 7,
+            })
+            .expect("the first");
+        let qemu = Qemu::named("7.2");
+        let rows = rounds.rows(Some(&qemu));
+        let judged: Vec<_> = rows
+            .iter()
+            .filter_map(|row| Some((row.case, row.met?)))
+            .collect();
+        assert_eq!(
+            judged,
+            [
+                ("linux.up", false),
+                ("linux.up_wall", false),
+                ("linux.fork", false),
+                ("linux.exec", false),
+                ("linux.pipe", false),
+                ("linux.loop_time", true),
+                ("linux.loop", true)
+            ]
+        );
+        assert!(
+            rows.iter()
+                .all(|row| row.met.is_none() || row.subject == "soft, 1 vCPU")
+        );
+        let alone = rounds.rows(None);
+        assert_eq!(alone.iter().filter(|row| row.met.is_some()).count(), 1);
+    }
+
+    #[test]
+    fn loops_that_differ_are_a_wrong_value() {
+        let mut rounds = Rounds::default();
+        rounds.check(1).expect("the first");
+        rounds.check(1).expect("the same");
+        let why = rounds.check(2).expect_err("another");
+        assert!(matches!(why, BenchError::WrongValue(_)), "{why}");
+    }
+
+    #[test]
+    fn files_that_are_not_there_are_a_setting() {
+        conditions(|conditions| {
+            let setting = LinuxSetting {
+                kernel: "/nonexistent/Image".into(),
+                ..conditions.setting.clone()
+            };
+            let why = linux(&setting, &|| false, &mut |_| {}).expect_err("no kernel");
+            assert!(matches!(why, BenchError::Setting(_)), "{why}");
+            assert!(why.to_string().contains("/nonexistent/Image"), "{why}");
+        });
+    }
+}

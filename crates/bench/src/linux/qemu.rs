@@ -1,0 +1,115 @@
+//! Linux on QEMU, which translates code.
+//!
+//! **Mechanism.** The machine is `virt` with the same harts as ours: RV64IMA, and C for QEMU's own
+//! firmware. `sstc` is off, so that the timer costs an SBI call, as ours does. Firmware older than
+//! OpenSBI 1.3 has no debug console. A kernel writes to it only with `CONFIG_RISCV_SBI_V01`.
+
+use super::figures::{Figures, Listener};
+use super::{Conditions, MEASURE, MEMORY};
+use crate::BenchError;
+use crate::qemu::Qemu;
+use std::io::Read;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+/// QEMU's harts.
+const CPU: &str =
+    "rv64,f=false,d=false,v=false,zba=false,zbb=false,zbc=false,zbs=false,h=false,sstc=false";
+/// Extensions that QEMU before 9.0 does not know by these names, or has off.
+const CPU_9: &str = ",zawrs=false,zfa=false,svadu=false";
+/// Device trees of QEMU before 9.0 have the harts' extensions in one word only.
+const FALLBACK: &str = "riscv_isa_fallback";
+/// The longest wait for text.
+const INTERVAL: Duration = Duration::from_millis(20);
+
+/// A QEMU process. Dropping this kills it and reaps it.
+struct Process {
+    child: Child,
+    text: Receiver<Vec<u8>>,
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Process {
+    fn start(mut command: Command) -> Result<Self, BenchError> {
+        let failed = |e: std::io::Error| BenchError::Peer(format!("QEMU: {e}"));
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(failed)?;
+        let output = child.stdout.take();
+        let (to, text) = channel();
+        let process = Self { child, text };
+        let mut output =
+            output.ok_or_else(|| BenchError::Peer("QEMU's output is not a pipe".into()))?;
+        // It ends with the process.
+        std::thread::Builder::new()
+            .name("qemu".into())
+            .spawn(move || {
+                let mut bytes = [0; 4096];
+                while let Ok(read @ 1..) = output.read(&mut bytes) {
+                    if to.send(bytes[..read].to_vec()).is_err() {
+                        return;
+                    }
+                }
+            })
+            .map_err(failed)?;
+        Ok(process)
+    }
+}
+
+impl Conditions<'_> {
+    /// Starts Linux on `vcpus` vCPUs of QEMU, and reads its figures.
+    pub(super) fn measure_qemu(&self, qemu: &Qemu, vcpus: u32) -> Result<Figures, BenchError> {
+        let newer = if qemu.is_at_least(9, 0) { CPU_9 } else { "" };
+        let mut command = Command::new(qemu.file());
+        command
+            .args(["-machine", "virt", "-cpu", &format!("{CPU}{newer}")])
+            .args(["-accel", "tcg,thread=multi"])
+            .args(["-smp", &vcpus.to_string()])
+            .args(["-m", &format!("{}M", MEMORY >> 20)])
+            .args(["-display", "none", "-nodefaults", "-no-reboot"])
+            .args(["-serial", "stdio"])
+            .arg("-kernel")
+            .arg(&self.setting.kernel)
+            .arg("-initrd")
+            .arg(&self.setting.initrd)
+            .args(["-append", &format!("{MEASURE} {FALLBACK}")]);
+        let mut listener = Listener::new();
+        let process = Process::start(command)?;
+        let deadline = Instant::now() + super::LIMIT;
+        loop {
+            match process.text.recv_timeout(INTERVAL) {
+                Ok(text) if listener.take(&text)? => return listener.figures(),
+                Ok(_) => {}
+                Err(RecvTimeoutError::Timeout) => {
+                    let late = self.go_on(deadline, "Linux on QEMU");
+                    if matches!(late, Err(BenchError::Busy(_))) && !listener.is_up() {
+                        return Err(silent(&qemu.version));
+                    }
+                    late?;
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    let why = "QEMU ended before Linux was done";
+                    return Err(BenchError::Peer(why.into()));
+                }
+            }
+        }
+    }
+}
+
+/// Linux has not written anything.
+fn silent(version: &str) -> BenchError {
+    BenchError::Peer(format!(
+        "Linux writes nothing on QEMU {version}: a kernel for firmware without SBI's debug console \
+         (QEMU before 8.1) needs CONFIG_RISCV_SBI_V01; name a newer QEMU by --peer-program, or \
+         build the guest again by `cargo xtask guest-linux`"
+    ))
+}

@@ -1,0 +1,87 @@
+//! The files of the Linux guest that `cargo xtask guest-linux` builds.
+
+use crate::exit::{Exit, Failure};
+use std::path::{Path, PathBuf};
+
+/// The environment variable that names the folder.
+const VARIABLE: &str = "PAGEFERRY_GUEST_LINUX";
+/// The folder where `cargo xtask guest-linux` leaves its files.
+const FOLDER: &str = "target/guest-linux";
+
+/// A kernel and its initial RAM disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct GuestLinux {
+    /// The kernel.
+    pub(crate) kernel: PathBuf,
+    /// The initial RAM disk.
+    pub(crate) initrd: PathBuf,
+}
+
+/// Finds the guest's files: the two that are named, else those in the folder that the environment
+/// names, else those of the build.
+///
+/// # Errors
+/// [`Exit::Usage`] if there are none.
+pub(crate) fn find(kernel: Option<&Path>, initrd: Option<&Path>) -> Result<GuestLinux, Failure> {
+    let named = std::env::var_os(VARIABLE).filter(|folder| !folder.is_empty());
+    let folder = named.map_or_else(|| PathBuf::from(FOLDER), PathBuf::from);
+    find_in(&folder, kernel, initrd)
+}
+
+fn find_in(
+    folder: &Path,
+    kernel: Option<&Path>,
+    initrd: Option<&Path>,
+) -> Result<GuestLinux, Failure> {
+    let file = |named: Option<&Path>, name| {
+        let path = named.map_or_else(|| folder.join(name), Path::to_owned);
+        match path.is_file() {
+            true => Ok(path),
+            false => Err(Failure::new(
+                Exit::Usage,
+                format!(
+                    "there is no Linux guest: {} is not a file; build one with `cargo xtask \
+                     guest-linux`, or name its folder by {VARIABLE}",
+                    path.display()
+                ),
+            )),
+        }
+    };
+    Ok(GuestLinux {
+        kernel: file(kernel, "Image")?,
+        initrd: file(initrd, "initrd.gz")?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn named_files_come_before_the_folder() {
+        let folder = std::env::temp_dir().join(format!("guest-linux-{}", std::process::id()));
+        std::fs::create_dir(&folder).expect("a fresh folder");
+        let absent = find_in(&folder, None, None).expect_err("it is empty");
+        assert_eq!(absent.exit, Exit::Usage);
+        assert!(
+            absent.message.contains("cargo xtask guest-linux"),
+            "{absent}"
+        );
+        let files = ["Image", "initrd.gz", "own"].map(|name| folder.join(name));
+        for file in &files {
+            std::fs::write(file, "x").expect("written");
+        }
+        let [kernel, initrd, own] = files;
+        let found = |named: Option<&Path>| find_in(&folder, named, None).ok();
+        let both = GuestLinux { kernel, initrd };
+        assert_eq!(found(None), Some(both.clone()));
+        assert_eq!(
+            found(Some(&own)),
+            Some(GuestLinux {
+                kernel: own.clone(),
+                ..both
+            })
+        );
+        std::fs::remove_dir_all(&folder).expect("removed");
+    }
+}

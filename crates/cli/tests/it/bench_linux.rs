@@ -1,0 +1,73 @@
+//! `bench linux`: its rows, and what it refuses.
+
+use crate::support::{Dir, pageferry};
+use pageferry_testkit::skip;
+
+/// The shortest run.
+pub(crate) const TINY: [&str; 4] = ["bench", "linux", "--quick", "--json"];
+
+/// Whether there is no guest, after it has been reported. Tests run in the folder of their crate.
+pub(crate) fn skipped() -> bool {
+    let folder = std::env::var_os("PAGEFERRY_GUEST_LINUX").filter(|folder| !folder.is_empty());
+    match folder {
+        None => skip(
+            "linux",
+            "PAGEFERRY_GUEST_LINUX names no folder of `cargo xtask guest-linux`",
+        ),
+        Some(folder) => {
+            let kernel = std::path::Path::new(&folder).join("Image");
+            !kernel.is_file() && skip("linux", format!("there is no {}", kernel.display()))
+        }
+    }
+}
+
+#[test]
+fn every_row_has_a_figure() {
+    if skipped() {
+        return;
+    }
+    let ended = pageferry(&TINY);
+    ended.assert_ok();
+    let json = ended.json();
+    let rows = json.as_array().expect("an array of rows");
+    for case in ["linux.up", "linux.exec", "linux.loop", "linux.blackout"] {
+        let row = rows.iter().find(|row| row["case"] == case);
+        let row = row.unwrap_or_else(|| panic!("no {case} in {json}"));
+        assert!(row["value"].as_f64() > Some(0.0), "{row}");
+        assert_eq!(row["samples"], 1);
+    }
+    let bare = rows.iter().find(|row| row["case"] == "bare.loop");
+    assert!(bare.is_some_and(|bare| bare["target"].is_null()));
+}
+
+#[test]
+fn without_a_guest_one_sentence_says_how_to_build_one() {
+    let dir = Dir::new();
+    let absent = dir.path("absent");
+    let file = absent.to_str().expect("a UTF-8 path");
+    let named = ["bench", "linux", "--kernel", file, "--initrd", file];
+    pageferry(&named).assert_failed(2, "cargo xtask guest-linux");
+}
+
+#[test]
+fn what_cannot_be_measured_is_a_usage_error() {
+    let fails = |more: &[&str], part: &str| {
+        pageferry(&[&["bench", "linux"], more].concat()).assert_failed(2, part);
+    };
+    fails(&["--kernel", "Image"], "arguments were not provided");
+    fails(&["--minutes", "1"], "1 is not in 2..=1440");
+    fails(&["--repeat", "0"], "0 is not in 1..=1000");
+    fails(&["--peer", "bochs"], "bochs");
+    fails(&["--peer-program", "q"], "arguments were not provided");
+}
+
+#[test]
+fn a_kernel_for_another_machine_is_refused() {
+    let dir = Dir::new();
+    let (kernel, initrd) = (dir.path("Image"), dir.path("initrd.gz"));
+    std::fs::write(&kernel, "no kernel").expect("written");
+    std::fs::write(&initrd, "no initrd").expect("written");
+    let words = [&kernel, &initrd].map(|path| path.to_str().expect("a UTF-8 path"));
+    let named = ["bench", "linux", "--kernel", words[0], "--initrd", words[1]];
+    pageferry(&named).assert_failed(2, "kernel");
+}
