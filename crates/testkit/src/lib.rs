@@ -4,7 +4,7 @@
 //! **Guarantee.** A test that cannot run here says so. If it is required to run, it fails. No test
 //! waits without a limit. Random numbers are the same in every run.
 //!
-//! **Mechanism.** The variable `PAGEFERRY_REQUIRE` lists the required resources (`kvm,uffd,lab`).
+//! **Mechanism.** The variable `PAGEFERRY_REQUIRE` lists the required resources (`kvm,uffd,linux,lab`).
 //! The variable `PAGEFERRY_STRESS_SECONDS` sets the duration of a stress test.
 //!
 //! Networks are in two modules: [`two_hosts`] shapes a link of the kernel, [`shaper`] is a proxy
@@ -15,6 +15,7 @@
 
 #[cfg(feature = "certificates")]
 pub mod certificates;
+mod guest_linux;
 mod huge_pages;
 #[cfg(loom)]
 pub mod model;
@@ -22,6 +23,7 @@ pub mod rv64;
 pub mod shaper;
 pub mod two_hosts;
 
+pub use guest_linux::guest_linux;
 pub use huge_pages::{AdvisedHugePages, HugePages};
 pub use pageferry_hosts::netns;
 

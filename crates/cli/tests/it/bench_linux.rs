@@ -1,32 +1,26 @@
 //! `bench linux`: its rows, and what it refuses.
 
-use crate::support::{Dir, pageferry};
-use pageferry_testkit::skip;
+use crate::support::{Dir, Ended, PAGEFERRY, Process, pageferry};
+use pageferry_testkit::guest_linux;
+use std::process::Command;
 
 /// The shortest run.
 pub(crate) const TINY: [&str; 4] = ["bench", "linux", "--quick", "--json"];
 
-/// Whether there is no guest, after it has been reported. Tests run in the folder of their crate.
-pub(crate) fn skipped() -> bool {
-    let folder = std::env::var_os("PAGEFERRY_GUEST_LINUX").filter(|folder| !folder.is_empty());
-    match folder {
-        None => skip(
-            "linux",
-            "PAGEFERRY_GUEST_LINUX names no folder of `cargo xtask guest-linux`",
-        ),
-        Some(folder) => {
-            let kernel = std::path::Path::new(&folder).join("Image");
-            !kernel.is_file() && skip("linux", format!("there is no {}", kernel.display()))
-        }
-    }
+/// `pageferry`, which finds the guest that the tests run. `None` if there is none.
+pub(crate) fn with_guest(words: &[&str]) -> Option<Ended> {
+    let [kernel, _] = guest_linux()?;
+    let folder = kernel.parent().expect("a file is in a folder");
+    let mut command = Command::new(PAGEFERRY);
+    command.args(words).env("PAGEFERRY_GUEST_LINUX", folder);
+    Some(Process::spawn(command).end())
 }
 
 #[test]
 fn every_row_has_a_figure() {
-    if skipped() {
+    let Some(ended) = with_guest(&TINY) else {
         return;
-    }
-    let ended = pageferry(&TINY);
+    };
     ended.assert_ok();
     let json = ended.json();
     let rows = json.as_array().expect("an array of rows");

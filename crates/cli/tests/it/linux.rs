@@ -4,8 +4,9 @@ use crate::support::{Dir, PAGEFERRY, Process, pageferry, status};
 use pageferry_testkit::rv64::{
     A1, DBCN, SRST, ZERO, add, addi, and, beq, bltu, bne, call, image, ld, li, sd,
 };
-use pageferry_testkit::wait_until;
+use pageferry_testkit::{guest_linux, wait_until};
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// A saved register.
@@ -187,4 +188,44 @@ fn what_is_no_kernel_is_refused_in_a_sentence() {
         "x",
     ];
     assert_eq!(pageferry(&alone).code, Some(2), "without a kernel");
+}
+
+/// What the first process of the Linux guest finds on so many vCPUs: its lines of results.
+fn results(files: &[PathBuf; 2], vcpus: &str) -> Vec<String> {
+    let dir = Dir::new();
+    let [kernel, initrd] = files;
+    let mut command = Command::new(PAGEFERRY);
+    command.args(["run", "--memory", "128M", "--vcpus", vcpus, "--control"]);
+    command.arg(dir.path("vm")).arg("--kernel").arg(kernel);
+    command.arg("--initrd").arg(initrd);
+    command.args(["--cmdline", "console=hvc0 panic=-1 quiet pf=check"]);
+    let ended = Process::spawn(command).end();
+    ended.assert_ok();
+    let lines = ended.stdout.lines().map(str::trim_end);
+    let lines = lines.filter(|line| line.starts_with("PF ") && !line.starts_with("PF up "));
+    lines.map(str::to_owned).collect()
+}
+
+/// A real kernel with processes of its own. The results are those of the same guest in QEMU.
+#[test]
+fn linux_boots_on_one_to_sixteen_vcpus() {
+    let Some(files) = guest_linux() else {
+        return;
+    };
+    let expected = [
+        "PF check loop 3efd7e62a4424207",
+        "PF check md5-of-a-tree 8999ebebc1070351",
+        "PF check written-code 60865a5103832432",
+        "PF check load-across-pages 1c150e0700f9f2eb",
+        "PF check store-across-pages 75d8c8f8c8c7edfb",
+        "PF check store-to-read-only b",
+        "PF check store-to-none b",
+        "PF check run-without-execute b",
+        "PF check run-with-execute 0",
+        "PF check processes 1",
+        "PF done",
+    ];
+    for vcpus in ["1", "2", "4", "16"] {
+        assert_eq!(results(&files, vcpus), expected, "{vcpus} vCPUs");
+    }
 }
