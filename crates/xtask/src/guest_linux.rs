@@ -21,18 +21,8 @@ const FAILED: u8 = 125;
 
 const COMPILER: Compiler = Compiler {
     prefix: "riscv64-linux-gnu-",
-    packages: &[
-        "gcc-riscv64-linux-gnu",
-        "binutils-riscv64-linux-gnu",
-        // Named, since apt fetches no dependency that this machine has.
-        "gcc-12-riscv64-linux-gnu",
-        "cpp-12-riscv64-linux-gnu",
-        "libgcc-12-dev-riscv64-cross",
-        "libmpc3",
-        "libmpfr6",
-        "libisl23",
-        "libgmp10",
-    ],
+    // Where a package that they depend on is installed, that one is used.
+    packages: &["gcc-riscv64-linux-gnu", "binutils-riscv64-linux-gnu"],
 };
 static GUEST: Target = Target {
     folder: "guest",
