@@ -5,7 +5,7 @@ use crate::control::change::ChangeOptions;
 use crate::control::options::{MigrateOptions, TlsOptions};
 use crate::exit::TABLE;
 use crate::{rate, size};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
 use pageferry_migration::{CpuList, Limits, Settings, SourceConfig, Switch};
@@ -41,6 +41,10 @@ pub(crate) enum Command {
     /// the page's checksum and sequence number. After the move the guest visits every page once
     /// more. Then the host checks all pages too. The exit code is 0 only if neither finds a
     /// wrong page.
+    ///
+    /// With --guest linux the guest is a Linux that checks memory and files beside a timer of 1 ms.
+    /// The result shows the gaps of that timer before, during and after the move. The exit code is 0
+    /// only if the guest and its kernel noticed nothing wrong, and its clock went on.
     #[command(after_help = EXIT_CODES)]
     Demo(DemoArgs),
     /// Run a VM that can be migrated from here
@@ -143,8 +147,9 @@ pub(crate) struct MachineArgs {
     /// Virtual CPUs
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_VCPUS)))]
     pub(crate) vcpus: u32,
-    /// Guest memory: a whole number and K, M, G or T (powers of 1024)
-    #[arg(long, default_value = "512M", value_name = "SIZE", value_parser = size::parse)]
+    /// Guest memory: a whole number and K, M, G or T (powers of 1024). A demo of Linux takes 256M
+    /// unless told otherwise
+    #[arg(long, default_value = "512M", default_value_if("guest", "linux", "256M"), value_name = "SIZE", value_parser = size::parse)]
     pub(crate) memory: u64,
     /// Engine: kvm, soft (our own hypervisor, without /dev/kvm or privileges), or auto (kvm if a
     /// probe VM runs here, else soft)
@@ -413,6 +418,23 @@ pub(crate) struct AbandonArgs {
 /// `pageferry demo`.
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
+    /// The guest: workload (the test program, whose every page is checked), or linux (a Linux under
+    /// load, which checks itself and says what it noticed; build it by `cargo xtask guest-linux`)
+    #[arg(
+        long,
+        value_enum,
+        hide_possible_values = true,
+        default_value_t,
+        value_name = "workload|linux"
+    )]
+    pub(crate) guest: DemoGuest,
+    /// With --guest linux: its kernel [default: Image in the folder PAGEFERRY_GUEST_LINUX, or in
+    /// target/guest-linux]
+    #[arg(long, value_name = "FILE", requires = "initrd")]
+    pub(crate) kernel: Option<PathBuf>,
+    /// With --guest linux: its initial RAM disk [default: initrd.gz in the same folder]
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub(crate) initrd: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) machine: MachineArgs,
     #[command(flatten)]
@@ -436,6 +458,16 @@ pub(crate) struct DemoArgs {
     /// verifications must find it
     #[arg(long, hide = true)]
     pub(crate) corrupt_page: bool,
+}
+
+/// What a demo moves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DemoGuest {
+    /// The test program.
+    #[default]
+    Workload,
+    /// Linux.
+    Linux,
 }
 
 impl DemoArgs {
@@ -669,10 +701,26 @@ mod tests {
             panic!("demo is not demo");
         };
         assert_eq!((demo.machine.vcpus, demo.machine.memory), (4, 512 << 20));
+        assert_eq!(demo.guest, DemoGuest::Workload);
         assert_eq!(demo.machine.engine, EngineChoice::Auto);
         assert_eq!(demo.delivery.delivery, DeliveryChoice(None));
         assert_eq!(demo.backing.backing, Backing::Shmem);
         assert_eq!(demo.settings(), Ok(Settings::default()));
         assert_eq!(Settings::default().switch, Switch::AfterPasses(1));
+    }
+
+    #[test]
+    fn a_demo_of_linux_takes_less_memory_unless_told_otherwise() {
+        let memory = |more: &[&str]| {
+            let args = [&["pageferry", "demo", "--guest", "linux"], more].concat();
+            let Command::Demo(demo) = Cli::parse_from(args).command else {
+                panic!("demo is not demo");
+            };
+            demo.machine.memory
+        };
+        assert_eq!(memory(&[]), 256 << 20);
+        assert_eq!(memory(&["--memory", "1G"]), 1 << 30);
+        let alone = ["pageferry", "demo", "--guest", "linux", "--kernel", "x"];
+        assert!(Cli::try_parse_from(alone).is_err(), "no initrd");
     }
 }

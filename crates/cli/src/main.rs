@@ -26,7 +26,6 @@ mod console;
 mod control;
 mod demo;
 mod exit;
-#[cfg(feature = "bench")]
 mod guest_linux;
 mod host;
 mod log;

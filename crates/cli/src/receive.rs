@@ -213,6 +213,7 @@ fn keep(
         sent: None,
         received: Some(received),
         verified: None,
+        guest_view: None,
         conditions: Conditions::here(match &args.listen {
             Some(address) => format!("received at {address}"),
             None => "received at an activated socket".to_owned(),

@@ -24,10 +24,10 @@ const COMMAND_LINE: &str = "console=hvc0";
 /// The reason why the VM does not run.
 pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     let (vcpus, memory) = (args.machine.vcpus, args.machine.memory);
-    let kernel = Kernel::read(&args.kernel, memory)?;
+    let kernel = Kernel::of_args(&args.kernel, memory)?;
     let (guest, because) = match &kernel {
         Some(_) => {
-            let because = engine_for_linux(args.machine.engine)?;
+            let because = engine_for_linux(args.machine.engine, "--kernel")?;
             (GuestDescription::linux(vcpus, memory), because.into())
         }
         None => {
@@ -74,42 +74,59 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
     Ok(())
 }
 
-/// The reason why the soft engine runs Linux.
-fn engine_for_linux(choice: EngineChoice) -> Result<&'static str, Failure> {
+/// The reason why the soft engine runs Linux, which the user asked for by `flag`.
+///
+/// # Errors
+/// [`Exit::Usage`] for another engine.
+pub(crate) fn engine_for_linux(choice: EngineChoice, flag: &str) -> Result<&'static str, Failure> {
     match choice {
         EngineChoice::Auto => Ok("it runs riscv64 kernels"),
         EngineChoice::Only(Engine::Soft) => Ok("it was requested"),
         EngineChoice::Only(Engine::Kvm) => Err(Failure::new(
             Exit::Usage,
-            "--kernel takes a riscv64 kernel, which runs on the soft engine: leave out --engine, or use --engine soft",
+            format!(
+                "{flag} takes a riscv64 kernel, which runs on the soft engine: leave out --engine, or use --engine soft"
+            ),
         )),
     }
 }
 
-/// The files that the user named.
-struct Kernel {
+/// A kernel's files.
+pub(crate) struct Kernel {
     kernel: Vec<u8>,
     initrd: Option<Vec<u8>>,
     command_line: String,
 }
 
 impl Kernel {
+    /// Reads the files that the user named, if any.
+    fn of_args(args: &KernelArgs, memory: u64) -> Result<Option<Self>, Failure> {
+        let command_line = args.cmdline.as_deref().unwrap_or(COMMAND_LINE);
+        let read = |kernel| Self::read(kernel, args.initrd.as_deref(), command_line, memory);
+        args.kernel.as_deref().map(read).transpose()
+    }
+
     /// Reads the files, of which each must be smaller than the guest's memory.
-    fn read(args: &KernelArgs, memory: u64) -> Result<Option<Self>, Failure> {
-        let Some(kernel) = &args.kernel else {
-            return Ok(None);
-        };
-        let initrd = args.initrd.as_deref();
-        Ok(Some(Self {
+    ///
+    /// # Errors
+    /// [`Exit::Usage`] if one cannot be read, or is larger.
+    pub(crate) fn read(
+        kernel: &Path,
+        initrd: Option<&Path>,
+        command_line: &str,
+        memory: u64,
+    ) -> Result<Self, Failure> {
+        Ok(Self {
             kernel: read("kernel", kernel, memory)?,
             initrd: initrd
                 .map(|initrd| read("initrd", initrd, memory))
                 .transpose()?,
-            command_line: args.cmdline.as_deref().unwrap_or(COMMAND_LINE).to_owned(),
-        }))
+            command_line: command_line.to_owned(),
+        })
     }
 
-    fn linux(&self) -> Linux<'_> {
+    /// The files, for a machine that boots them.
+    pub(crate) fn linux(&self) -> Linux<'_> {
         Linux {
             kernel: &self.kernel,
             initrd: self.initrd.as_deref(),

@@ -4,7 +4,7 @@
 //! its own process group, so that the parent handles Ctrl-C. Dropping this kills the child and
 //! waits for it.
 
-use crate::args::DemoArgs;
+use crate::args::{DemoArgs, DemoGuest};
 use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::exit::{Exit, Failure};
@@ -18,7 +18,7 @@ use std::fs::File;
 use std::io::Read;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// The time limit for the child to report its address, and to end. It is far more than needed, as a
@@ -32,6 +32,8 @@ pub(super) struct Child {
     control: PathBuf,
     errors: PathBuf,
     address: Address,
+    /// Its standard output after its address: the guest's console, if the guest is Linux.
+    out: Option<ChildStdout>,
     /// Removed after the process was waited for: fields drop in this order.
     _dir: ScratchDir,
 }
@@ -69,13 +71,16 @@ impl Child {
             .args(["--backing", args.backing.backing.name()])
             .args(["--child-of", &std::process::id().to_string()])
             .args(args.corrupt_page.then_some("--corrupt-page"))
+            .args((args.guest == DemoGuest::Linux).then_some("--console=-"))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(File::create(&errors).map_err(cannot)?)
             .process_group(0);
-        let process = command.spawn().map_err(cannot)?;
+        let mut process = command.spawn().map_err(cannot)?;
+        let out = process.stdout.take();
         let mut child = Self {
             process,
+            out,
             control,
             errors,
             // Replaced by the child's report.
@@ -88,7 +93,7 @@ impl Child {
 
     /// Reads the address from the child's stdout.
     fn hear(&mut self, interrupts: &Interrupts) -> Result<Address, Failure> {
-        let mut out = self.process.stdout.take().expect("stdout was piped");
+        let mut out = self.console();
         let deadline = Instant::now() + LIMIT;
         let mut line = Vec::new();
         while !line.ends_with(b"\n") {
@@ -113,10 +118,18 @@ impl Child {
                 Err(e) => return Err(Failure::os("cannot hear the destination", e)),
             }
         }
+        self.out = Some(out);
         let text = String::from_utf8_lossy(&line);
         text.trim()
             .parse()
             .map_err(|_| self.failed("it did not say where it listens"))
+    }
+
+    /// Takes the child's standard output. It may be taken once.
+    pub(super) fn console(&mut self) -> ChildStdout {
+        self.out
+            .take()
+            .expect("stdout was piped, and is taken once")
     }
 
     /// The child's address.
@@ -176,7 +189,7 @@ impl Child {
     }
 
     /// The failure of a child that does not do its work: its exit code and last line, if it ended.
-    fn failed(&mut self, why: &str) -> Failure {
+    pub(super) fn failed(&mut self, why: &str) -> Failure {
         // A child that is about to end gets time to print its reason.
         let deadline = Instant::now() + Duration::from_secs(2);
         let code = loop {

@@ -57,6 +57,7 @@ impl Host {
                     sent: Some(Sent::new(&sent, vm.backing(), samples)),
                     received: None,
                     verified: None,
+                    guest_view: None,
                     conditions: Conditions::here(format!("to {to}")).with(&job.config.settings),
                 };
                 let _ = job.done.send(Ok(report));

@@ -324,6 +324,7 @@ impl Host {
             sent: None,
             received: Some(received),
             verified: None,
+            guest_view: None,
             conditions: crate::report::Conditions::here("received"),
         }))
     }

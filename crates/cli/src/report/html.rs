@@ -14,12 +14,15 @@ const CLOSE_UP_NS: u64 = 40_000_000;
 /// The whole page.
 pub(super) fn show(report: &Report) -> Result<String, String> {
     let mut body = String::new();
-    let verdict = match &report.verified {
-        Some(v) if v.holds() => {
+    let verdict = match (&report.verified, &report.guest_view) {
+        (Some(v), _) if v.holds() => {
             "<span class=\"good\">not a byte was lost: both verifications hold</span>"
         }
-        Some(_) => "<span class=\"bad\">verification failed</span>",
-        None => "not verified",
+        (None, Some(view)) if view.holds() => {
+            "<span class=\"good\">the guest noticed nothing wrong</span>"
+        }
+        (None, None) => "not verified",
+        _ => "<span class=\"bad\">verification failed</span>",
     };
     let c = &report.conditions;
     let about = format!(

@@ -1,6 +1,6 @@
 //! The report as JSON. Keys keep their names and units from version to version.
 
-use super::{MS, Report, Stalls};
+use super::{GuestView, MS, Report, Stalls};
 use serde_json::{Value, json};
 
 /// The report as one object.
@@ -49,7 +49,25 @@ pub(super) fn show(report: &Report) -> Value {
             "destination": received.and_then(|r| r.overhead_bytes),
         },
         "verified": report.verified.as_ref().map(|v| json!({"guest": v.guest, "host": v.host, "words": v.words})),
+        "guest_view": report.guest_view.as_ref().map(guest_view),
         "conditions": report.conditions,
+    })
+}
+
+fn guest_view(view: &GuestView) -> Value {
+    json!({
+        "largest_gap_ms": {
+            "before": view.gap_before_ns as f64 / MS,
+            "during": view.gap_during_ns as f64 / MS,
+            "after": view.gap_after_ns as f64 / MS,
+        },
+        "clock_lost_ms": view.clock_lost_ns as f64 / MS,
+        "pages_checked": view.pages_checked,
+        "pages_checked_there": view.pages_checked_there,
+        "pages_wrong": view.pages_wrong,
+        "md5_rounds": view.md5_rounds,
+        "md5_wrong": view.md5_wrong,
+        "faults": view.faults,
     })
 }
 

@@ -8,6 +8,7 @@
 //! [`html`] only show.
 
 mod conditions;
+mod guest_view;
 mod halves;
 mod html;
 mod json;
@@ -16,6 +17,7 @@ mod table;
 mod timeline;
 
 pub(crate) use conditions::Conditions;
+pub(crate) use guest_view::GuestView;
 pub(crate) use halves::{LargeMappings, PhaseAt, Received, Sent};
 pub(crate) use stalls::Stalls;
 
@@ -134,11 +136,30 @@ pub(crate) struct Report {
     pub(crate) received: Option<Received>,
     /// Both verifications, if they were made.
     pub(crate) verified: Option<Verified>,
+    /// What a Linux guest saw of its move, if it was asked.
+    #[serde(default)]
+    pub(crate) guest_view: Option<GuestView>,
     /// The conditions of the measurement.
     pub(crate) conditions: Conditions,
 }
 
 impl Report {
+    /// Checks that nobody found anything wrong.
+    ///
+    /// # Errors
+    /// [`Exit::Verification`] with what is wrong.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        let words = match (&self.verified, &self.guest_view) {
+            (Some(verified), _) if !verified.holds() => verified.words.clone(),
+            (_, Some(view)) if !view.holds() => view.faults.join("; "),
+            _ => return Ok(()),
+        };
+        Err(Failure::new(
+            Exit::Verification,
+            format!("verification failed: {words}"),
+        ))
+    }
+
     /// From the first connection attempt to the confirmed end, milliseconds.
     pub(crate) fn total_ms(&self) -> Option<f64> {
         let own =

@@ -185,6 +185,34 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         row("verified by the host", word(verified.host).into());
         row("verification", verified.words.clone());
     }
+    if let Some(view) = &report.guest_view {
+        let gap = |ns: u64| time(ns as f64 / 1e3);
+        row(
+            "the guest's own view",
+            format!(
+                "largest gap of its 1 ms timer: {} before the move, {} during it, {} after it",
+                gap(view.gap_before_ns),
+                gap(view.gap_during_ns),
+                gap(view.gap_after_ns)
+            ),
+        );
+        row(
+            "the guest's checks",
+            format!(
+                "{} pages, {} of them at the destination: {} wrong; {} sums of files: {} wrong",
+                view.pages_checked,
+                view.pages_checked_there,
+                view.pages_wrong,
+                view.md5_rounds,
+                view.md5_wrong
+            ),
+        );
+        let found = match view.faults.as_slice() {
+            [] => "nothing wrong".to_owned(),
+            faults => format!("FAILED: {}", faults.join("; ")),
+        };
+        row("the guest noticed", found);
+    }
     if report.conditions.build == "debug" {
         row(
             "note",

@@ -85,8 +85,52 @@ fn report() -> Report {
             host: false,
             words: "<b>&".into(),
         }),
+        guest_view: None,
         conditions: Conditions::here("TCP on loopback"),
     }
+}
+
+/// A move of Linux.
+fn report_of_linux(faults: &[&str]) -> Report {
+    Report {
+        verified: None,
+        guest_view: Some(GuestView {
+            gap_before_ns: 1_500_000,
+            gap_during_ns: 9_000_000,
+            gap_after_ns: 2_500_000,
+            clock_lost_ns: -500_000,
+            pages_checked: 1000,
+            pages_checked_there: 400,
+            pages_wrong: 0,
+            md5_rounds: 20,
+            md5_wrong: 0,
+            faults: faults.iter().map(|&fault| fault.to_owned()).collect(),
+        }),
+        ..report()
+    }
+}
+
+#[test]
+fn the_view_of_a_linux_guest_is_shown_everywhere() {
+    let report = report_of_linux(&[]);
+    report.check().unwrap();
+    let table = report.table();
+    for part in ["9.00 ms during", "400 of them", "nothing wrong"] {
+        assert!(table.contains(part), "{part} in\n{table}");
+    }
+    let view = &report.json()["guest_view"];
+    let gaps = serde_json::json!({"before": 1.5, "during": 9.0, "after": 2.5});
+    assert_eq!(view["largest_gap_ms"], gaps);
+    assert_eq!(view["clock_lost_ms"], -0.5);
+    let page = report.html().unwrap();
+    assert!(page.contains("the guest noticed nothing wrong"));
+    let failed = report_of_linux(&["the guest said '<i>'"]);
+    let failure = failed.check().unwrap_err();
+    assert_eq!(failure.exit, Exit::Verification);
+    assert!(failure.message.contains("<i>"), "{failure}");
+    assert!(failed.table().contains("FAILED: the guest said"));
+    let page = failed.html().unwrap();
+    assert!(page.contains("verification failed") && !page.contains("<i>"));
 }
 
 #[test]

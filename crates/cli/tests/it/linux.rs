@@ -1,5 +1,6 @@
 //! `run --kernel`: kernels of the user. These are a few instructions with a kernel's header.
 
+use crate::bench_linux::with_guest;
 use crate::support::{Dir, PAGEFERRY, Process, pageferry, status};
 use pageferry_testkit::rv64::{
     A1, DBCN, SRST, ZERO, add, addi, and, beq, bltu, bne, call, image, ld, li, sd,
@@ -228,4 +229,52 @@ fn linux_boots_on_one_to_sixteen_vcpus() {
     for vcpus in ["1", "2", "4", "16"] {
         assert_eq!(results(&files, vcpus), expected, "{vcpus} vCPUs");
     }
+}
+
+/// The guest's own checks decide, since nobody else knows what its pages hold.
+#[test]
+fn a_demo_moves_linux_under_load() {
+    for passes in ["0", "2"] {
+        let demo = [
+            "demo",
+            "--guest",
+            "linux",
+            "--vcpus",
+            "4",
+            "--memory",
+            "128M",
+            "--precopy-passes",
+            passes,
+            "--json",
+        ];
+        let Some(ended) = with_guest(&demo) else {
+            return;
+        };
+        ended.assert_ok();
+        let report = ended.json();
+        assert!(report["verified"].is_null(), "{report}");
+        let view = &report["guest_view"];
+        assert_eq!(view["faults"], serde_json::json!([]), "{view}");
+        for key in ["pages_checked_there", "md5_rounds"] {
+            assert!(view[key].as_u64() > Some(0), "{key} in {view}");
+        }
+        for time in ["before", "during", "after"] {
+            let gap = view["largest_gap_ms"][time].as_f64();
+            assert!(gap > Some(0.9), "{time} in {view}");
+        }
+    }
+}
+
+#[test]
+fn a_demo_of_linux_without_a_guest_says_how_to_build_one() {
+    let demo = ["demo", "--guest", "linux"];
+    pageferry(&[&demo[..], &["--kernel", "/no/a", "--initrd", "/no/b"]].concat())
+        .assert_failed(2, "cargo xtask guest-linux");
+    let dir = Dir::new();
+    let file = dir.path("file");
+    std::fs::write(&file, "no kernel").unwrap();
+    let file = file.to_str().unwrap();
+    let named = [&demo[..], &["--kernel", file, "--initrd", file]].concat();
+    pageferry(&named).assert_failed(2, "9 bytes");
+    pageferry(&[&named[..], &["--engine", "kvm"]].concat()).assert_failed(2, "soft");
 }
