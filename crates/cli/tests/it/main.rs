@@ -25,6 +25,7 @@ mod interrupts;
 mod json_document;
 mod json_output;
 mod linux;
+mod linux_moves;
 mod metrics;
 mod peers;
 mod recovery;
