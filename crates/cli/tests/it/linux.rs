@@ -191,15 +191,17 @@ fn what_is_no_kernel_is_refused_in_a_sentence() {
     assert_eq!(pageferry(&alone).code, Some(2), "without a kernel");
 }
 
-/// What the first process of the Linux guest finds on so many vCPUs: its lines of results.
-fn results(files: &[PathBuf; 2], vcpus: &str) -> Vec<String> {
+/// What the first process of the Linux guest finds on so many vCPUs: its lines of results. `work`
+/// chooses what it does.
+fn results(files: &[PathBuf; 2], vcpus: &str, work: &str) -> Vec<String> {
     let dir = Dir::new();
     let [kernel, initrd] = files;
     let mut command = Command::new(PAGEFERRY);
     command.args(["run", "--memory", "128M", "--vcpus", vcpus, "--control"]);
     command.arg(dir.path("vm")).arg("--kernel").arg(kernel);
     command.arg("--initrd").arg(initrd);
-    command.args(["--cmdline", "console=hvc0 panic=-1 quiet pf=check"]);
+    let line = format!("console=hvc0 panic=-1 quiet {work}");
+    command.args(["--cmdline", &line]);
     let ended = Process::spawn(command).end();
     ended.assert_ok();
     let lines = ended.stdout.lines().map(str::trim_end);
@@ -227,7 +229,11 @@ fn linux_boots_on_one_to_sixteen_vcpus() {
         "PF done",
     ];
     for vcpus in ["1", "2", "4", "16"] {
-        assert_eq!(results(&files, vcpus), expected, "{vcpus} vCPUs");
+        assert_eq!(
+            results(&files, vcpus, "pf=check"),
+            expected,
+            "{vcpus} vCPUs"
+        );
     }
 }
 
@@ -277,4 +283,30 @@ fn a_demo_of_linux_without_a_guest_says_how_to_build_one() {
     let named = [&demo[..], &["--kernel", file, "--initrd", file]].concat();
     pageferry(&named).assert_failed(2, "9 bytes");
     pageferry(&[&named[..], &["--engine", "kvm"]].concat()).assert_failed(2, "soft");
+}
+
+/// The kernel's own torture tests, and storms of processes, mappings and written code.
+#[test]
+#[ignore = "takes minutes: `.ci/slow` runs it"]
+fn linux_withstands_torture() {
+    let Some(files) = guest_linux() else {
+        return;
+    };
+    let seconds = std::env::var("PAGEFERRY_TORTURE_SECONDS").unwrap_or_else(|_| "60".into());
+    let work = |work: &str| results(&files, "4", &format!("pf={work} pf_seconds={seconds}"));
+    let torture = [
+        "PF torture rcutorture 1",
+        "PF torture locktorture 1",
+        "PF done",
+    ];
+    assert_eq!(work("torture"), torture);
+    let storm = work("storm");
+    println!("{storm:?}");
+    for kind in ["execs", "maps", "codes"] {
+        let start = format!("PF storm {kind} ");
+        let count = storm.iter().find_map(|line| line.strip_prefix(&start));
+        assert!(count.is_some_and(|count| count != "0"), "{storm:?}");
+    }
+    assert_eq!(storm.last().map(String::as_str), Some("PF done"));
+    assert!(!storm.iter().any(|line| line.contains("FAIL")), "{storm:?}");
 }
