@@ -4,8 +4,8 @@ use crate::hooks::{Faults, Hooks};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::{Control, Isa, Program, Verdict, Workload};
 use pageferry_machine::{
-    AccessError, Backing, Delivery, Engine, Linux, LinuxError, Machine, MachineError, MachineSpec,
-    NewMachine, Reset, StartState, Vcpu, VcpuThreads,
+    AccessError, Backing, Delivery, Device, Engine, Linux, LinuxError, Machine, MachineError,
+    MachineSpec, NewMachine, Reset, StartState, Vcpu, VcpuThreads,
 };
 use pageferry_migration::RunningVm;
 use std::sync::Arc;
@@ -66,6 +66,8 @@ pub struct Vm {
     pub machine: Arc<dyn Machine>,
     /// The threads of the vCPUs, paused at first.
     pub threads: VcpuThreads,
+    /// Those whose states travel.
+    devices: Vec<Arc<dyn Device>>,
     hooks: Arc<Hooks>,
 }
 
@@ -97,8 +99,10 @@ impl Vm {
     /// When a thread does not start.
     pub fn start(new: NewMachine, faults: Option<Arc<dyn Faults>>) -> Result<Self, MachineError> {
         let hooks = Arc::new(Hooks::new(faults));
+        let console = new.machine.console().cloned();
         Ok(Self {
             threads: VcpuThreads::start(new.vcpus, Arc::clone(&hooks) as _)?,
+            devices: console.into_iter().map(|console| console as _).collect(),
             machine: new.machine,
             hooks,
         })
@@ -159,7 +163,7 @@ impl Vm {
         RunningVm {
             machine: &self.machine,
             vcpus: &self.threads,
-            devices: &[],
+            devices: &self.devices,
         }
     }
 

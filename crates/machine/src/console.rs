@@ -3,7 +3,11 @@
 //! **Guarantee.** A guest never waits for the reader of its console. What it writes comes out in
 //! order. While nobody has read, the newest 64 KiB are kept. Once there is a reader, no byte is
 //! dropped: a full queue takes no more, and the guest writes again later.
+//!
+//! **Mechanism.** The console is a [`Device`]: what was typed and not yet read travels with the VM.
+//! What the guest has written stays where it was written, since its reader is there.
 
+use crate::{Apply, Device, MachineError};
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -32,6 +36,8 @@ struct Queues {
     input: VecDeque<u8>,
     /// Whether somebody has read.
     has_reader: bool,
+    /// Whether the input stands still, since it travels.
+    is_paused: bool,
 }
 
 impl Console {
@@ -78,10 +84,14 @@ impl Console {
         std::mem::take(&mut queues.output).into()
     }
 
-    /// Sends text to the guest. Returns the number of bytes for which there was room.
+    /// Sends text to the guest. Returns the number of bytes for which there was room. There is none
+    /// while the VM switches over.
     pub fn send(&self, bytes: &[u8]) -> usize {
         let mut queues = self.queues();
-        let room = Self::CAPACITY - queues.input.len();
+        let room = match queues.is_paused {
+            true => 0,
+            false => Self::CAPACITY.saturating_sub(queues.input.len()),
+        };
         let taken = bytes.len().min(room);
         queues.input.extend(&bytes[..taken]);
         taken
@@ -98,6 +108,47 @@ impl Console {
         give(&queues.input.make_contiguous()[..bytes])?;
         queues.input.drain(..bytes);
         Ok(bytes)
+    }
+}
+
+/// The state is what was typed and not yet read, at most [`Console::CAPACITY`] bytes.
+impl Device for Console {
+    fn name(&self) -> &str {
+        "console"
+    }
+
+    fn version(&self) -> u32 {
+        1
+    }
+
+    fn pause(&self) -> Result<(), MachineError> {
+        self.queues().is_paused = true;
+        Ok(())
+    }
+
+    fn resume(&self) {
+        self.queues().is_paused = false;
+    }
+
+    fn save(&self) -> Result<Vec<u8>, MachineError> {
+        Ok(self.queues().input.iter().copied().collect())
+    }
+
+    fn decode<'a>(&'a self, _: u32, bytes: &[u8]) -> Result<Apply<'a>, MachineError> {
+        if bytes.len() > Self::CAPACITY {
+            return Err(MachineError::Device(format!(
+                "the console's input has {} bytes, expected at most {}",
+                bytes.len(),
+                Self::CAPACITY
+            )));
+        }
+        let typed = VecDeque::from(bytes.to_vec());
+        // It was typed before anything that was typed here.
+        Ok(Box::new(move || {
+            let mut queues = self.queues();
+            let here = std::mem::replace(&mut queues.input, typed);
+            queues.input.extend(here);
+        }))
     }
 }
 
@@ -152,5 +203,56 @@ mod tests {
         });
         assert_eq!(given, Ok(5));
         assert_eq!(console.send(&[1; 9]), 5);
+    }
+
+    /// All input, in order.
+    fn typed(console: &Console) -> Vec<u8> {
+        let mut typed = Vec::new();
+        let all = |bytes: &[u8]| {
+            typed = bytes.to_vec();
+            Ok::<_, ()>(())
+        };
+        console.give_input(usize::MAX, all).unwrap();
+        typed
+    }
+
+    #[test]
+    fn what_was_typed_travels_before_what_is_typed_there() {
+        let (here, there) = (Console::default(), Console::default());
+        assert_eq!(here.send(b"first "), 6);
+        assert_eq!(there.send(b"second"), 6);
+        here.write(b"text stays");
+        for console in [&here, &there] {
+            console.pause().unwrap();
+            assert_eq!(console.send(b"x"), 0, "it is paused");
+        }
+        let apply = there.decode(1, &here.save().unwrap()).unwrap();
+        apply();
+        there.resume();
+        assert_eq!(typed(&there), b"first second");
+        assert!(there.read(NOW).is_empty());
+        // A source that takes the VM back has all that was typed.
+        here.resume();
+        assert_eq!(typed(&here), b"first ");
+        assert_eq!(here.read(NOW), b"text stays");
+    }
+
+    #[test]
+    fn a_state_is_bounded_and_changes_nothing_until_it_is_applied() {
+        let console = Console::default();
+        console.send(b"own");
+        let error = console
+            .decode(1, &[7; Console::CAPACITY + 1])
+            .err()
+            .unwrap();
+        assert!(error.to_string().contains("at most 65536"), "{error}");
+        drop(console.decode(1, b"theirs").unwrap());
+        assert_eq!(typed(&console), b"own");
+        // Two full queues: more is refused until the guest has read.
+        console.send(&[1; Console::CAPACITY]);
+        console.decode(1, &[2; Console::CAPACITY]).unwrap()();
+        assert_eq!(console.send(b"more"), 0);
+        assert_eq!(typed(&console).len(), 2 * Console::CAPACITY);
+        assert_eq!(console.send(b"more"), 4);
     }
 }

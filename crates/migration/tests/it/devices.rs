@@ -346,6 +346,25 @@ fn devices_move_twenty_times_under_load_and_lose_nothing() {
 }
 
 #[test]
+fn what_was_typed_and_not_read_travels() {
+    let _parallel = in_parallel();
+    let with_console = |end: End| {
+        let console = Arc::clone(end.vm.machine.console().unwrap());
+        let devices = vec![Arc::clone(&console) as _];
+        (End { devices, ..end }, console)
+    };
+    let (here, keys) = with_console(End::empty(Engine::Soft, &[]).boot());
+    let (there, console) = with_console(End::empty(Engine::Soft, &[]));
+    assert_eq!(keys.send(b"typed"), 5);
+    let (sent, received) = move_to(&here, &there, 1);
+    received.unwrap();
+    assert_eq!(sent.unwrap().devices.count, 1);
+    assert_eq!(console.save().unwrap(), b"typed");
+    assert_eq!(keys.send(b"late"), 0, "the VM has left");
+    assert_eq!(console.send(b" more"), 5);
+}
+
+#[test]
 fn a_newer_device_takes_an_older_state() {
     let _parallel = in_parallel();
     let here = End::empty(Engine::Soft, &[("ring.0", 2)]).boot();
