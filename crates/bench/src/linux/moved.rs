@@ -1,4 +1,5 @@
-//! The blackout of Linux under load, beside that of the test guest with as much memory.
+//! The blackout of Linux under load, and its waits for missing pages, beside those of the test guest
+//! with as much memory.
 
 use super::lines::{Line, Splitter, parse};
 use super::{Conditions, Guest, LIMIT, soft};
@@ -21,55 +22,85 @@ const WARM_UP: Duration = Duration::from_secs(2);
 /// The lines of the first process that show that the guest runs on.
 const LINES: u32 = 10;
 
-/// The milliseconds without a running vCPU.
+/// The moves of both guests.
 #[derive(Default)]
 pub(super) struct Moves {
-    linux_ms: Samples,
-    test_guest_ms: Samples,
+    linux: Times,
+    test_guest: Times,
+}
+
+/// What the moves of one guest took.
+#[derive(Default)]
+struct Times {
+    /// Milliseconds without a running vCPU.
+    blackouts: Samples,
+    /// The median time in microseconds for which a missing page stopped a vCPU, of each move.
+    pages: Samples,
+}
+
+impl Times {
+    fn push(&mut self, moved: &Moved) {
+        self.blackouts.push(moved.blackout_ms);
+        self.pages.push(moved.page_us);
+    }
+}
+
+/// A VM that has come.
+struct Moved {
+    vm: Vm,
+    blackout_ms: f64,
+    page_us: f64,
 }
 
 impl Moves {
     /// Moves each guest once.
     pub(super) fn measure(&mut self, conditions: &Conditions<'_>) -> Result<(), BenchError> {
-        let (blackout_ms, _) = conditions.blackout(&role(Engine::Soft, MEMORY))?;
-        self.test_guest_ms.push(blackout_ms);
+        let moved = conditions.move_here(&role(Engine::Soft, MEMORY))?;
+        self.test_guest.push(&moved);
+        drop(moved);
         let setting = conditions.setting;
-        let (blackout_ms, vm) = conditions.blackout(&Role::Linux {
+        let moved = conditions.move_here(&Role::Linux {
             kernel: setting.kernel.clone(),
             initrd: setting.initrd.clone(),
         })?;
+        let vm = &moved.vm;
         let console = vm.machine.console();
         let console = console.ok_or_else(|| BenchError::Stopped("Linux has no console".into()))?;
         let deadline = Instant::now() + LIMIT;
-        listen_to(&vm, console, LINES, &|| {
+        listen_to(vm, console, LINES, &|| {
             conditions.go_on(deadline, "Linux after its move")
         })?;
-        self.linux_ms.push(blackout_ms);
+        self.linux.push(&moved);
         Ok(())
     }
 
     pub(super) fn rows(&self) -> Vec<Row> {
         let how = |note| HowMeasured::here(VCPUS, MEMORY, note);
         let note = "as bench blackout: the test guest, all vCPUs rewrite memory all the time";
-        let bare = &self.test_guest_ms;
+        let load = "as blackout; Linux rewrites and checks 256 MiB and files, beside a timer";
+        let page = "the median of a move: from the fault of a vCPU on a missing page until it may go \
+                    on; the page comes over the loopback interface";
+        let (linux, bare) = (&self.linux, &self.test_guest);
         vec![
-            bare.row("blackout", "soft", "ms", how(note)),
-            self.linux_ms
-                .row(
-                    "linux.blackout",
-                    "soft",
-                    "ms",
-                    how("as blackout; Linux rewrites and checks 256 MiB and files, beside a timer"),
-                )
-                .against("blackout", bare.median())
+            bare.blackouts.row("blackout", "soft", "ms", how(note)),
+            linux
+                .blackouts
+                .row("linux.blackout", "soft", "ms", how(load))
+                .against("blackout", bare.blackouts.median())
                 .aiming_at("ratio <= 1.5", Bound::RatioAtMost(1.5)),
+            bare.pages.row("page", "soft", "us", how(page)),
+            linux
+                .pages
+                .row("linux.page", "soft", "us", how(page))
+                .against("page", bare.pages.median())
+                .aiming_at("ratio <= 1.1", Bound::RatioAtMost(1.1)),
         ]
     }
 }
 
 impl Conditions<'_> {
     /// Moves the VM of `role` from another process to this one.
-    fn blackout(&self, role: &Role) -> Result<(f64, Vm), BenchError> {
+    fn move_here(&self, role: &Role) -> Result<Moved, BenchError> {
         let mut peer = Peer::start_by(Command::new(&self.setting.executable), role)?;
         let deadline = Instant::now() + LIMIT;
         let stop = || (self.stop)() || Instant::now() > deadline;
@@ -85,7 +116,11 @@ impl Conditions<'_> {
             .first_instruction_ns
             .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;
         let ns = first.saturating_sub(sent.last_stop_ns);
-        Ok((ns as f64 / 1e6, vm))
+        Ok(Moved {
+            vm,
+            blackout_ms: ns as f64 / 1e6,
+            page_us: report.stalls.value_at_quantile(0.5) as f64 / 1e3,
+        })
     }
 }
 
