@@ -209,7 +209,7 @@ pub trait Machine: Send + Sync {
     fn delivery(&self) -> Option<DeliveryInUse> {
         self.ram().is_armed().then(|| DeliveryInUse {
             delivery: Delivery::Exit,
-            because: "it is the only one of this engine".into(),
+            because: format!("it is the only one of the {} engine", self.kind().engine),
         })
     }
 

@@ -245,7 +245,7 @@ fn open(address: &str) -> Connection {
 
 /// The set-up that a source sends, for a machine of 16 MiB with 2 vCPUs.
 fn setup(change: impl FnOnce(&mut Setup)) -> Vec<u8> {
-    use pageferry_migration::wire::{Kind, Region};
+    use pageferry_migration::wire::{DeviceEntry, Kind, Region};
     let memory_bytes = 16u64 << 20;
     let mut description = b"PFGD\x01\x00\x01\x02\x02\x00\x00\x00".to_vec();
     description.extend(memory_bytes.to_le_bytes());
@@ -262,7 +262,10 @@ fn setup(change: impl FnOnce(&mut Setup)) -> Vec<u8> {
             gfn: pageferry_addr::Gfn(0),
             pages: memory_bytes / 4096,
         }],
-        devices: Vec::new(),
+        devices: vec![DeviceEntry {
+            name: "console".parse().unwrap(),
+            version: 1,
+        }],
         description,
         bulk_channels: 1,
         urgent_channels: 1,

@@ -708,6 +708,7 @@ fn from_script(
 fn template(devices: &[(&str, u32)]) -> Template {
     let mut template = Template::new(Engine::Soft, 1, MEMORY);
     template.devices = devices.iter().map(|(n, v)| entry(n, *v)).collect();
+    template.device_states.clear();
     template
 }
 

@@ -450,13 +450,15 @@ const PRECOPY: &[Case] = &[
     },
 ];
 
-/// Returns a SwitchOver with these counts.
-fn switch_over(missing_pages: u64, vcpus: u32) -> Frame {
+/// The right SwitchOver, but with these counts.
+fn switch_over(template: &Template, missing_pages: u64, vcpus: u32) -> Frame {
+    let Frame::SwitchOver(right) = template.switch_over() else {
+        unreachable!()
+    };
     Frame::SwitchOver(SwitchOver {
         missing_pages,
         vcpus,
-        devices: 0,
-        stopped_at_ns: 1,
+        ..right
     })
 }
 
@@ -466,7 +468,11 @@ const SWITCH_OVER: &[Case] = &[
         script: |p| {
             p.set_up();
             p.send_states();
-            p.send(&switch_over(p.template.missing.len() as u64 + 1, 1));
+            p.send(&switch_over(
+                p.template,
+                p.template.missing.len() as u64 + 1,
+                1,
+            ));
         },
         kind: "Protocol",
         says: "missing pages where",
@@ -512,7 +518,7 @@ const SWITCH_OVER: &[Case] = &[
         script: |p| {
             p.set_up();
             p.send_states();
-            p.send(&switch_over(p.template.missing.len() as u64, 2));
+            p.send(&switch_over(p.template, p.template.missing.len() as u64, 2));
         },
         kind: "Protocol",
         says: "announced 2 vCPU states",
@@ -527,6 +533,7 @@ const SWITCH_OVER: &[Case] = &[
                 vcpu: 0,
                 state: vec![0x42; 100],
             }));
+            p.send_device_states();
             p.send(&p.template.switch_over());
         },
         kind: "Machine",
@@ -543,6 +550,7 @@ const SWITCH_OVER: &[Case] = &[
             };
             state.state[12] = 3;
             p.send(&Frame::VcpuState(state));
+            p.send_device_states();
             p.send(&p.template.switch_over());
         },
         kind: "Machine",

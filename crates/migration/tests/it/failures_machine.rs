@@ -178,7 +178,7 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
             let failing = RunningVm {
                 machine: &machine,
                 vcpus: &vm.threads,
-                devices: &[],
+                devices: vm.running().devices,
             };
             let received = incoming.receive(&failing, &vm.resolver, &late, &Unobserved);
             // The source does not know that there is nobody left to reach.

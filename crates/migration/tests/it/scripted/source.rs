@@ -8,7 +8,7 @@ use super::{Message, encoded, last_frame, say, take, take_urgent};
 use crate::handshake_common::{PLAIN, bulk, open};
 use crate::support::{LIMIT, WorkloadVm, engine_of, kind_of};
 use pageferry_addr::RamPage;
-use pageferry_machine::{Engine, VcpuState};
+use pageferry_machine::{Device, Engine, VcpuState};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{ChannelError, Connection};
 use pageferry_migration::handshake::{HandshakeError, Identity};
@@ -17,6 +17,7 @@ use pageferry_migration::wire::{
     MissingRuns, PAGE_BYTES, Pass, Region, Role, RunKind, RunList, Setup, Side, SourceStage,
     SwitchOver, UrgentKind, urgent_reply_page, urgent_reply_zero,
 };
+use std::sync::Arc;
 
 /// A page of bytes that no page of the workload has.
 pub(crate) const WRONG: [u8; PAGE_BYTES] = [0xa5; PAGE_BYTES];
@@ -25,7 +26,10 @@ pub(crate) const WRONG: [u8; PAGE_BYTES] = [0xa5; PAGE_BYTES];
 pub(crate) struct Template {
     pub(crate) vm: WorkloadVm,
     states: Vec<VcpuState>,
+    /// The devices that are announced: those of the VM, unless a test announces others.
     pub(crate) devices: Vec<DeviceEntry>,
+    /// Their states.
+    pub(crate) device_states: Vec<wire::DeviceState>,
     pub(crate) missing: Vec<u64>,
 }
 
@@ -37,10 +41,16 @@ impl Template {
         vm.threads.pause(LIMIT).unwrap();
         let states = vm.threads.save().unwrap();
         let missing = vm.workload.memory_map().data().step_by(3).collect();
+        let device_states: Vec<_> = vm.running().devices.iter().map(saved).collect();
+        let devices = device_states.iter().map(|device| DeviceEntry {
+            name: device.name.clone(),
+            version: device.version,
+        });
         Self {
+            devices: devices.collect(),
+            device_states,
             vm,
             states,
-            devices: Vec::new(),
             missing,
         }
     }
@@ -100,6 +110,15 @@ impl Template {
             devices: self.devices.len() as u32,
             stopped_at_ns: 1,
         })
+    }
+}
+
+/// The state of a device, as it travels.
+fn saved(device: &Arc<dyn Device>) -> wire::DeviceState {
+    wire::DeviceState {
+        name: device.name().parse().unwrap(),
+        version: device.version(),
+        state: device.save().unwrap(),
     }
 }
 
@@ -299,6 +318,13 @@ impl<'a> ScriptedSource<'a> {
         self.send(&self.template.missing_frame());
         for vcpu in 0..self.template.vcpus() {
             self.send(&self.template.state(vcpu));
+        }
+        self.send_device_states();
+    }
+
+    pub(crate) fn send_device_states(&self) {
+        for device in &self.template.device_states {
+            self.send(&Frame::DeviceState(device.clone()));
         }
     }
 
