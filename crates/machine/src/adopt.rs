@@ -101,8 +101,9 @@ impl GuestRam {
     /// # Safety
     /// From now on, only two kinds of code write these bytes, by whatever mapping or descriptor:
     /// the calls of this crate, and the vCPUs of this machine's [`Vcpus`](crate::Vcpus). Such a
-    /// vCPU writes none while it is paused, and none of a page whose bit in the missing bitmap is
-    /// set.
+    /// vCPU writes none while it is paused, and touches none of a page whose bit in the missing
+    /// bitmap is set, or waits for it as vCPUs of this crate's engines do. Nobody else reads such a
+    /// page either: a read would fill the memfd's hole with zeros.
     pub unsafe fn adopt(regions: Vec<AdoptedRegion>) -> Result<Self, MachineError> {
         let places: Vec<_> = regions.iter().map(|r| (r.start, r.bytes)).collect();
         let layout = RamLayout::new(&places)?;

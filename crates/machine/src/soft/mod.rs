@@ -62,14 +62,14 @@ struct Slots {
 /// When the sizes are out of range or the host has no room for the memory.
 pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
     let layout = RamLayout::for_memory(spec.memory_bytes)?;
-    create_with(spec.vcpus, GuestRam::with_backing(layout, spec.backing)?)
+    create_on(spec.vcpus, GuestRam::with_backing(layout, spec.backing)?)
 }
 
 /// [`create`], with memory that the caller has made or adopted.
 ///
 /// # Errors
 /// When the number of vCPUs is out of range.
-pub fn create_with(vcpus: u32, ram: GuestRam) -> Result<NewMachine, MachineError> {
+pub fn create_on(vcpus: u32, ram: GuestRam) -> Result<NewMachine, MachineError> {
     if vcpus == 0 || vcpus > MAX_VCPUS {
         return Err(LayoutError::Vcpus(vcpus).into());
     }

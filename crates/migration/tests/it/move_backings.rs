@@ -1,15 +1,21 @@
+#![expect(unsafe_code, reason = "adopts memory")]
 //! Moves a running VM between kinds of memory, on both engines, without losing a byte.
 
 use crate::alone::in_parallel;
 use crate::scripted::source::{ScriptedSource, Template};
-use crate::support::{LIMIT, WorkloadVm, kvm_usable, move_vm, move_vm_to};
+use crate::support::{
+    LIMIT, WorkloadVm, address_of, kvm_usable, listen, migrate_to, move_vm, move_vm_to,
+};
 use crate::vmm_access::{engines, receive_beside};
-use pageferry_addr::{PageSize, RamPage};
-use pageferry_machine::{Backing, Collapsed, Delivery, Engine};
-use pageferry_migration::{DestinationConfig, SourceConfig, Switch};
+use pageferry_addr::{Gpa, PageSize, RamPage};
+use pageferry_machine::kvm::KvmOptions;
+use pageferry_machine::{AdoptedRegion, Backing, Collapsed, Delivery, Engine, GuestRam, kvm, soft};
+use pageferry_migration::{DestinationConfig, SourceConfig, Switch, Unobserved};
 use pageferry_testkit::{AdvisedHugePages, HugePages, skip, wait_until};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use std::sync::mpsc::channel;
 use std::time::Duration;
+use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 32 * MIB;
@@ -181,4 +187,73 @@ fn a_kvm_vm_moves_between_backings() {
     }
     let _host = (HugePages::at_least(LARGES), AdvisedHugePages::new());
     move_to_each(Engine::Kvm);
+}
+
+/// A VM in memory of two memfds, whose parts follow in another order. The last part is behind a
+/// hole, at 4 GiB. No part ends at a border of 2 MiB.
+fn adopted(engine: Engine) -> WorkloadVm {
+    let file = |bytes| {
+        let fd = memfd_create("vmm", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&fd, bytes).unwrap();
+        fd
+    };
+    let (one, two) = (file(24 * MIB), file(16 * MIB));
+    let odd = MIB + MIB / 4;
+    let regions = [
+        (0, 8 * MIB + odd, &one, 12 * MIB),
+        (8 * MIB + odd, 12 * MIB, &two, odd),
+        (20 * MIB + odd, MEMORY - 20 * MIB - odd, &one, 0),
+        (4 << 30, MIB, &two, 0),
+    ];
+    let regions = regions.map(|(start, bytes, fd, offset)| {
+        AdoptedRegion::new(Gpa(start), bytes, fd.try_clone().unwrap(), offset)
+    });
+    // SAFETY: nobody else has the memfds.
+    let ram = unsafe { GuestRam::adopt(regions.into()) }.unwrap();
+    let new = match engine {
+        Engine::Soft => soft::create_on(2, ram),
+        Engine::Kvm => kvm::create_on(2, ram, KvmOptions::default()).map(|(new, _)| new),
+    };
+    WorkloadVm::on(new.unwrap())
+}
+
+#[test]
+fn a_vm_moves_between_memories_that_its_vmm_has_made() {
+    let _parallel = in_parallel();
+    let high = Gpa((4 << 30) + 5000);
+    for (engine, delivery) in engines("memory of a VMM") {
+        for passes in [0, 1] {
+            let source = adopted(engine).boot();
+            source.ram().try_write(high, b"behind the hole").unwrap();
+            source.wait_progress(64);
+            let config = SourceConfig {
+                settings: Switch::AfterPasses(passes).into(),
+                ..SourceConfig::default()
+            };
+            let to = adopted(engine);
+            let destination = listen(DestinationConfig {
+                delivery,
+                userfaultfds: if engine == Engine::Kvm { 3 } else { 1 },
+                ..DestinationConfig::default()
+            });
+            let (sent, received) = std::thread::scope(|scope| {
+                let receiver = scope.spawn(|| {
+                    let until = Instant::now() + LIMIT;
+                    let late = || Instant::now() > until;
+                    let incoming = destination.accept(&late).unwrap();
+                    incoming.receive(&to.running(), &to.resolver, &late, &Unobserved)
+                });
+                let sent = migrate_to(&source, &address_of(&destination), &config);
+                (sent, receiver.join().unwrap())
+            });
+            let (sent, received) = (sent.unwrap(), received.unwrap());
+            assert_eq!(sent.pages, received.pages);
+            assert!(delivery.is_none_or(|asked| received.delivery.delivery == asked));
+            let mut bytes = [0; 15];
+            to.ram().try_read(high, &mut bytes).unwrap();
+            assert_eq!(&bytes, b"behind the hole");
+            to.wait_progress(2 * to.workload.memory_map().share_pages());
+            to.assert_verifies();
+        }
+    }
 }

@@ -62,4 +62,4 @@ pub use plug::MemoryPlug;
 pub use probe::probe_vm;
 pub use slots::KvmSlot;
 pub use trial::delivery_trials;
-pub use vm::{Irqchip, KvmOptions, create, create_pluggable, create_with};
+pub use vm::{Irqchip, KvmOptions, create, create_on, create_pluggable, create_with};

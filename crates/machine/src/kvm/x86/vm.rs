@@ -13,20 +13,23 @@ use crate::huge::{self, whole_range};
 use crate::{
     ArmOptions, Backing, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam,
     LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine, RamLayout,
-    Vcpu,
+    RamRegion, Vcpu,
 };
 use kvm_bindings::{
     CpuId, KVM_CAP_SREGS2, KVM_CAP_XSAVE2, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2,
 };
 use kvm_ioctls::{Kvm, VcpuFd};
-use pageferry_addr::RamPage;
+use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// KVM takes three pages below the top of the hole on Intel hosts (`KVM_SET_TSS_ADDR`), and the
-/// page before them for its identity map. RAM never reaches there; see [`RamLayout`].
+/// page before them for its identity map. RAM never reaches there.
 const TSS_ADDRESS: usize = 0xfffb_d000;
 const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
+/// These pages, and those of the interrupt controllers: IOAPIC and LAPIC.
+const RESERVED: Range<Gpa> = Gpa(0xfec0_0000)..Gpa(1 << 32);
 
 /// Whether the VM has interrupt controllers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -74,30 +77,49 @@ pub fn create_pluggable(
     spec: MachineSpec,
     options: KvmOptions,
 ) -> Result<(NewMachine, MemoryPlug), MachineError> {
-    if !(1..=MAX_VCPUS).contains(&spec.vcpus) {
-        return Err(LayoutError::Vcpus(spec.vcpus).into());
-    }
     let layout = RamLayout::for_memory(spec.memory_bytes)?;
-    spec.backing.check_layout(&layout)?;
+    create_on(
+        spec.vcpus,
+        GuestRam::with_backing(layout, spec.backing)?,
+        options,
+    )
+}
+
+/// [`create_pluggable`], with memory that the caller has made or adopted.
+///
+/// The host maps huge pages of 2 MiB to the guest where guest address, place in the memfd, and the
+/// sum of the regions before agree modulo 2 MiB.
+///
+/// # Errors
+/// As [`create_with`]. [`MachineError::Layout`] if a region reaches into the 20 MiB below 4 GiB.
+/// Interrupt controllers and KVM's own pages are there.
+pub fn create_on(
+    vcpus: u32,
+    ram: GuestRam,
+    options: KvmOptions,
+) -> Result<(NewMachine, MemoryPlug), MachineError> {
+    if !(1..=MAX_VCPUS).contains(&vcpus) {
+        return Err(LayoutError::Vcpus(vcpus).into());
+    }
+    check_layout(ram.layout())?;
     let kvm = open(c"/dev/kvm")?;
     let most = kvm.get_max_vcpus();
-    if spec.vcpus as usize > most {
+    if vcpus as usize > most {
         return Err(MachineError::EngineUnavailable(format!(
-            "this host's KVM allows {most} vCPUs a VM, and {} were asked for",
-            spec.vcpus
+            "this host's KVM allows {most} vCPUs a VM, and {vcpus} were asked for"
         )));
     }
     signal::install_handler()?;
-    let shared = Arc::new(new_vm(&kvm, layout, spec, options)?);
+    let shared = Arc::new(new_vm(&kvm, vcpus, ram, options)?);
     let run_bytes = kvm
         .get_vcpu_mmap_size()
         .map_err(|e| unavailable("KVM does not size its vCPUs' shared page", e))?;
-    let mut vcpus: Vec<Box<dyn Vcpu>> = Vec::with_capacity(spec.vcpus as usize);
-    for id in 0..spec.vcpus {
+    let mut made: Vec<Box<dyn Vcpu>> = Vec::with_capacity(vcpus as usize);
+    for id in 0..vcpus {
         let (fd, cpuid) = new_vcpu(&shared, id)?;
         shared.dirty.add_vcpu(&fd)?;
         msr::survey(&kvm, &fd)?;
-        vcpus.push(Box::new(KvmVcpu::new(
+        made.push(Box::new(KvmVcpu::new(
             fd,
             id,
             cpuid,
@@ -108,15 +130,31 @@ pub fn create_pluggable(
     let plug = MemoryPlug::new(Arc::clone(&shared));
     let machine = NewMachine {
         machine: Arc::new(KvmMachine(shared)),
-        vcpus,
+        vcpus: made,
     };
     Ok((machine, plug))
 }
 
+/// Checks that RAM keeps out of the addresses that a PC has for other things.
+fn check_layout(layout: &RamLayout) -> Result<(), LayoutError> {
+    let reserved = RESERVED.start.gfn()..RESERVED.end.gfn();
+    let into = |region: &&RamRegion| {
+        region.gfn < reserved.end && region.gfn.0 + region.pages > reserved.start.0
+    };
+    match layout.regions().iter().find(into) {
+        None => Ok(()),
+        Some(region) => Err(LayoutError::Region {
+            start: region.gfn.gpa(),
+            bytes: region.pages * PAGE_SIZE,
+            why: "reaches into 0xfec00000..0x100000000, which interrupt controllers and KVM take",
+        }),
+    }
+}
+
 fn new_vm(
     kvm: &Kvm,
-    layout: RamLayout,
-    spec: MachineSpec,
+    vcpus: u32,
+    ram: GuestRam,
     options: KvmOptions,
 ) -> Result<VmShared, MachineError> {
     let vm = kvm
@@ -141,19 +179,19 @@ fn new_vm(
     let supported = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_err(|e| unavailable("KVM does not say which CPUID it supports", e))?;
-    let ram = Arc::new(GuestRam::with_backing(layout, spec.backing)?);
+    let ram = Arc::new(ram);
     let slots = Slots::new(&vm);
     for region in ram.layout().regions() {
         slots.create_ram(&vm, &ram, region)?;
     }
-    let dirty = DirtyLog::new(&vm, options.dirty_tracking, spec.memory_bytes)?;
+    let dirty = DirtyLog::new(&vm, options.dirty_tracking, ram.layout().bytes())?;
     let faults = FaultPath::new();
     let supported_cpuid = supported.as_slice().to_vec();
     Ok(VmShared {
         vm,
         ram,
         slots,
-        vcpus: spec.vcpus,
+        vcpus,
         caps,
         supported_cpuid,
         dirty,

@@ -1,10 +1,10 @@
 //! A VM with the demo's workload, and its migration between two halves of one test process.
 
-use pageferry_addr::RamPage;
+use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Workload};
 use pageferry_harness::{Vm, isa_of, verify};
 use pageferry_machine::{
-    AccessError, Backing, Delivery, Engine, GuestRam, Machine, MachineSpec, NewMachine,
+    AccessError, Backing, Delivery, Engine, GuestRam, Machine, MachineSpec, NewMachine, RamRegion,
 };
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::Listener;
@@ -98,10 +98,13 @@ impl WorkloadVm {
         Self::on(pageferry_machine::create(engine, spec).unwrap())
     }
 
-    /// As [`Self::empty`], with this machine.
+    /// As [`Self::empty`], with this machine. The workload uses RAM up to its first hole.
     pub(crate) fn on(new: NewMachine) -> Self {
         let (isa, vcpus) = (isa_of(engine_of(&*new.machine)), new.vcpus.len() as u32);
-        let bytes = new.machine.ram().layout().bytes();
+        let regions = new.machine.ram().layout().regions();
+        let adjoin = |pair: &[RamRegion]| pair[0].gfn.0 + pair[0].pages == pair[1].gfn.0;
+        let low = regions.windows(2).take_while(|pair| adjoin(pair)).count();
+        let bytes = regions[..=low].iter().map(|r| r.pages * PAGE_SIZE).sum();
         let resolver = Resolver::new();
         Self {
             vm: Vm::start(new, Some(Arc::clone(&resolver) as _)).unwrap(),

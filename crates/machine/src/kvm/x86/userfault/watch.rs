@@ -6,8 +6,10 @@
 //! over all of RAM would do.
 //!
 //! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB, or at the backing's
-//! page if that is larger. So no border divides a huge page. A call is split at the borders, and
-//! stops at the first error. That error counts the bytes done from the start of the whole range.
+//! page if that is larger. So no border divides a huge page. The kernel takes no range that leaves
+//! the mapping of one file (`find_dst_vma` in `mm/userfaultfd.c`). So a call is split at the borders
+//! of parts and of files, and stops at the first error. That error counts the bytes done from the
+//! start of the whole range.
 //!
 //! The threads that wait for pages of one userfaultfd share its locks in the kernel. Several
 //! userfaultfds divide that load, and their readers need not share a queue of events.
@@ -22,16 +24,21 @@ use pageferry_userfault::uffd::{RangeError, RegisterMode, Userfaultfd, Wake};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The userfaultfds, in order of their ranges.
+/// The userfaultfds of RAM.
 pub(in crate::kvm::x86) struct Watch {
-    parts: Box<[Part]>,
+    /// In order of their parts.
+    userfaultfds: Box<[Userfaultfd]>,
+    /// All of RAM, ascending.
+    pieces: Box<[Piece]>,
     mode: RegisterMode,
     /// The owner of the mapping.
     ram: Arc<GuestRam>,
 }
 
-struct Part {
-    uffd: Userfaultfd,
+/// The share of a file in a part.
+struct Piece {
+    /// The index of its userfaultfd.
+    part: usize,
     /// Its addresses.
     range: Range<u64>,
 }
@@ -48,18 +55,25 @@ impl Watch {
             Delivery::Missing => RegisterMode::MISSING,
             _ => RegisterMode::MISSING | RegisterMode::MINOR,
         };
-        let base = ram.guest_hva(RamPage(0)).0;
-        let parts = parts_of(ram.pages(), count, ArmOptions::unit(ram.backing())).map(|pages| {
-            let uffd = Userfaultfd::open(features(delivery, ram.backing())).map_err(|e| {
+        let open = |_| {
+            Userfaultfd::open(features(delivery, ram.backing())).map_err(|e| {
                 MachineError::EngineUnavailable(format!(
                     "fault delivery '{delivery}' is not usable: {e}"
                 ))
-            })?;
-            let range = base + pages.start * PAGE_SIZE..base + pages.end * PAGE_SIZE;
-            Ok(Part { uffd, range })
-        });
+            })
+        };
+        let base = ram.guest_hva(RamPage(0)).0;
+        let sizes = ram.files(RamPage(0), ram.pages()).map(|(.., pages)| pages);
+        let parts = parts_of(ram.pages(), count, ArmOptions::unit(ram.backing()));
+        let pieces = pieces_of(parts, sizes)
+            .into_iter()
+            .map(|(part, pages)| Piece {
+                part,
+                range: base + pages.start * PAGE_SIZE..base + pages.end * PAGE_SIZE,
+            });
         let watch = Self {
-            parts: parts.collect::<Result<_, MachineError>>()?,
+            userfaultfds: (0..count).map(open).collect::<Result<_, _>>()?,
+            pieces: pieces.collect(),
             mode,
             ram: Arc::clone(ram),
         };
@@ -70,7 +84,8 @@ impl Watch {
     }
 
     fn register(&self) -> Result<(), MachineError> {
-        for Part { uffd, range } in &self.parts {
+        for Piece { part, range } in &self.pieces {
+            let uffd = &self.userfaultfds[*part];
             // SAFETY: (1) vCPUs touch the guest's mapping, and KVM for them. The threads that
             // resolve faults never do: they use the alias, or `UFFDIO_COPY` for private memory,
             // which has none; (2) no Rust reference to guest memory exists; (3) `GuestRam` owns the
@@ -85,7 +100,7 @@ impl Watch {
 
     /// The userfaultfd of a part.
     pub(in crate::kvm::x86) fn userfaultfd(&self, part: usize) -> &Userfaultfd {
-        &self.parts[part].uffd
+        &self.userfaultfds[part]
     }
 
     fn split(
@@ -95,17 +110,16 @@ impl Watch {
         mut call: impl FnMut(&Userfaultfd, Hva, u64) -> Result<(), RangeError>,
     ) -> Result<(), RangeError> {
         let end = start.0 + len;
-        let first = self.parts.partition_point(|part| part.range.end <= start.0);
-        let touched = self.parts[first..].iter();
-        for part in touched.take_while(|part| part.range.start < end) {
-            let from = start.0.max(part.range.start);
-            call(&part.uffd, Hva(from), end.min(part.range.end) - from).map_err(|stop| {
-                RangeError {
-                    start,
-                    len,
-                    done: from - start.0 + stop.done,
-                    ..stop
-                }
+        let first = (self.pieces).partition_point(|piece| piece.range.end <= start.0);
+        let touched = self.pieces[first..].iter();
+        for Piece { part, range } in touched.take_while(|piece| piece.range.start < end) {
+            let from = start.0.max(range.start);
+            let bytes = end.min(range.end) - from;
+            call(&self.userfaultfds[*part], Hva(from), bytes).map_err(|stop| RangeError {
+                start,
+                len,
+                done: from - start.0 + stop.done,
+                ..stop
             })?;
         }
         Ok(())
@@ -165,7 +179,8 @@ impl Kernel for Watch {
     /// Goes on after an error, and returns the first one.
     fn unregister(&self) -> Result<(), RangeError> {
         let mut result = Ok(());
-        for Part { uffd, range } in &self.parts {
+        for Piece { part, range } in &self.pieces {
+            let uffd = &self.userfaultfds[*part];
             result = result.and(uffd.unregister(Hva(range.start), range.end - range.start));
         }
         result
@@ -192,9 +207,46 @@ fn parts_of(pages: u64, count: u32, unit: u64) -> impl Iterator<Item = Range<u64
     (0..count).map(move |part| cut(part)..cut(part + 1))
 }
 
+/// The pieces of these parts, cut where files of these sizes in pages end. Each has the index of
+/// its part. Memory without files is not cut.
+fn pieces_of(
+    parts: impl Iterator<Item = Range<u64>>,
+    files: impl Iterator<Item = u64>,
+) -> Vec<(usize, Range<u64>)> {
+    let mut end = 0;
+    let ends: Vec<u64> = files
+        .map(|pages| {
+            end += pages;
+            end
+        })
+        .collect();
+    let mut pieces = Vec::new();
+    for (index, part) in parts.enumerate() {
+        let mut from = part.start;
+        let inside = ends.iter().filter(|end| part.contains(end));
+        for to in inside.chain([&part.end]) {
+            if from < *to {
+                pieces.push((index, from..*to));
+            }
+            from = *to;
+        }
+    }
+    pieces
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pieces_end_with_their_part_and_their_file() {
+        let cut = |files: &[u64]| pieces_of([0..512, 512..700].into_iter(), files.iter().copied());
+        assert_eq!(cut(&[]), [(0, 0..512), (1, 512..700)]);
+        assert_eq!(cut(&[700]), cut(&[]));
+        assert_eq!(cut(&[512, 188]), cut(&[]));
+        let all = [(0, 0..64), (0, 64..512), (1, 512..576), (1, 576..700)];
+        assert_eq!(cut(&[64, 512, 124]), all);
+    }
 
     #[test]
     fn parts_are_equal_whole_large_pages_and_cover_ram() {
