@@ -4,7 +4,7 @@ use crate::support::{WorkloadVm, listen, try_receive_on};
 use pageferry_machine::{Backing, Engine};
 use pageferry_migration::channel::{Connection, Listener};
 use pageferry_migration::{
-    Connect, Destination, DestinationConfig, DestinationFailure, DestinationReport, Limits, Route,
+    Connect, Destination, DestinationConfig, DestinationFailure, DestinationReport, Route,
     SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm, Switch, Unobserved,
     migrate,
 };
@@ -16,7 +16,6 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 
@@ -79,7 +78,6 @@ fn moved(
     let config = SourceConfig {
         settings: Switch::AfterPasses(0).into(),
         bulk_channels: 2,
-        limits: limits(),
         ..SourceConfig::default()
     };
     std::thread::scope(|scope| {
@@ -99,24 +97,12 @@ fn moved(
     })
 }
 
-fn limits() -> Limits {
-    Limits {
-        dead_after: Duration::from_millis(400),
-        ..Limits::default()
-    }
-}
-
-fn config() -> DestinationConfig {
-    DestinationConfig {
-        limits: limits(),
-        ..DestinationConfig::default()
-    }
-}
-
 /// A destination on a socket that this test opened.
 fn adopted(socket: OwnedFd) -> Arc<Destination> {
     let listener = Listener::adopt_fd(socket).unwrap();
-    let destination = Destination::listen(listener, config(), |stranger| eprintln!("{stranger:?}"));
+    let destination = Destination::listen(listener, DestinationConfig::default(), |stranger| {
+        eprintln!("{stranger:?}");
+    });
     Arc::new(destination.unwrap())
 }
 
@@ -217,7 +203,7 @@ fn a_session_changes_from_an_address_to_the_callers_streams() {
 #[test]
 fn a_caller_that_cannot_connect_before_the_hand_over_keeps_the_vm() {
     let _parallel = crate::alone::in_parallel();
-    let destination = listen(config());
+    let destination = listen(DestinationConfig::default());
     let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);
     vm.wait_progress(50);
     let caller = Caller::new(|| Err(std::io::Error::other("no tunnel to this host")));
