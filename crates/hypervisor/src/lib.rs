@@ -128,7 +128,7 @@ mod vcpu;
 mod vm;
 
 #[cfg(not(loom))]
-pub use config::{Capabilities, DirtyProtect, VmConfig};
+pub use config::{Capabilities, DirtyProtect, LrSc, VmConfig};
 #[cfg(not(loom))]
 pub use dirty_log::DirtyBy;
 #[cfg(not(loom))]

@@ -8,6 +8,7 @@
 //! **Neighbours.** `revoke.rs` proves how a change reaches the vCPUs.
 
 use crate::clock::Clock;
+use crate::config::VmConfig;
 use crate::hart::Reservations;
 use crate::platform::{Format, Harts, Worker};
 use core::ops::{Deref, DerefMut};
@@ -42,14 +43,14 @@ impl StoreLock {
 }
 
 impl VmState {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(config: &VmConfig) -> Self {
         let Ok(mmu) = Mmu::new(Harts::default()) else {
             unreachable!("the platform aborts where there is no memory");
         };
         Self {
             mmu,
             clock: Clock::new(),
-            reservations: Reservations::new(),
+            reservations: Reservations::of(config.lr_sc, config.max_vcpus),
             vmm_stores: StoreLock::default(),
         }
     }

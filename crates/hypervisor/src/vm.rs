@@ -93,7 +93,7 @@ impl<M: Memslots> Vm<M> {
             gfn_limit: Format::GFN_LIMIT,
             ..Limits::default()
         };
-        let state = Arc::new(VmState::new());
+        let state = Arc::new(VmState::new(&config));
         let changes = Changes::new(M::new(limits), config.max_vcpus, state.mmu.worker());
         Self {
             state,

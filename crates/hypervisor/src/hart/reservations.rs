@@ -57,12 +57,19 @@
 //! A vCPU decides to unwatch when it has made 2^18 slow stores since the last time. They
 //! cost as much as the exits by which the pages in use become watched again.
 //!
+//! **A VM of one vCPU** watches no page. Only the VMM's stores can end a reservation, and they all
+//! call `write`. One word has the lock and the count for all addresses.
+//!
+//! **By value.** With [`LrSc::ByValue`], an SC is a compare-exchange, and no page is watched. The
+//! guarantee above does not hold: an SC succeeds after stores that restored the value.
+//!
 //! **Stores of the VMM** go through [`Vm::stores`](crate::Vm::stores), which calls `write` too. The
 //! thread of rule 3 also waits, before it confirms, for those that found the page not announced.
 
 use super::bus::Reserved;
 use super::int::{AmoInt, AmoOp};
 use super::sync::{AtomicU64, Ordering};
+use crate::config::LrSc;
 use pageferry_addr::PAGE_SHIFT;
 
 /// The number of bits in a set of pages: two pages share a bit with probability 1/4096.
@@ -77,8 +84,20 @@ const WRITE: u64 = 2;
 /// The number of polls of a locked word before a thread yields its CPU.
 const SPINS: u32 = 100;
 
+/// How an SC learns of the stores since its LR.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Its page is watched.
+    Watched,
+    /// Only the VMM stores beside the one vCPU.
+    Alone,
+    /// It does not: it compares the value.
+    Value,
+}
+
 /// The reservations of one VM. About 9 KiB.
 pub struct Reservations {
+    way: Way,
     announced: [AtomicU64; PAGE_BITS / 64],
     watched: [AtomicU64; PAGE_BITS / 64],
     words: [AtomicU64; WORDS],
@@ -109,19 +128,38 @@ const fn page_bit(address: u64) -> (usize, u64) {
     (bit / 64, 1 << (bit % 64))
 }
 
-const fn word_index(address: u64) -> usize {
-    hash(address >> 3, WORDS.ilog2())
-}
-
 impl Reservations {
-    /// Makes a set in which no page is watched.
+    /// Makes an exact set, for any number of harts, in which no page is watched.
     #[must_use]
     pub const fn new() -> Self {
+        Self::with(Way::Watched)
+    }
+
+    /// Makes the set of a VM with at most `vcpus` vCPUs.
+    #[must_use]
+    pub const fn of(lr_sc: LrSc, vcpus: u32) -> Self {
+        Self::with(match (lr_sc, vcpus) {
+            (LrSc::ByValue, _) => Way::Value,
+            (LrSc::Exact, 0 | 1) => Way::Alone,
+            (LrSc::Exact, _) => Way::Watched,
+        })
+    }
+
+    const fn with(way: Way) -> Self {
         Self {
+            way,
             announced: [const { AtomicU64::new(0) }; PAGE_BITS / 64],
             watched: [const { AtomicU64::new(0) }; PAGE_BITS / 64],
             words: [const { AtomicU64::new(0) }; WORDS],
             unwatched: AtomicU64::new(0),
+        }
+    }
+
+    /// The index of the word for the 8 bytes around `address`.
+    fn index(&self, address: u64) -> usize {
+        match self.way {
+            Way::Alone => 0,
+            _ => hash(address >> 3, WORDS.ilog2()),
         }
     }
 
@@ -145,9 +183,13 @@ impl Reservations {
         self.announced[index].load(Ordering::Relaxed) & bit != 0
     }
 
-    /// Whether there may be reservations in the page of `address`.
+    /// Whether there may be reservations in the page of `address`. Where no page is watched, they
+    /// may be in all.
     #[must_use]
     pub fn is_watched(&self, address: u64) -> bool {
+        if self.way != Way::Watched {
+            return true;
+        }
         let (index, bit) = page_bit(address);
         self.watched[index].load(Ordering::Acquire) & bit != 0
     }
@@ -190,7 +232,7 @@ impl Reservations {
     /// Another thread may have begun to unwatch since then. It waits for this LR, and then ends its
     /// reservation.
     pub fn load_reserved<T: AmoInt>(&self, address: u64, cell: &T::Atomic) -> Reserved<T> {
-        let word = &self.words[word_index(address)];
+        let word = &self.words[self.index(address)];
         // The count comes before the value, so that a write in between only makes the SC fail.
         // Acquire keeps the load of the value behind it.
         let mut spins = 0;
@@ -209,8 +251,8 @@ impl Reservations {
     }
 
     /// SC: stores `value` to `cell`, which is at `address`, unless a hart wrote there since
-    /// `reserved`, `reserved` is of another address, or the page is no longer watched. Returns
-    /// whether it stored.
+    /// `reserved`, `reserved` is of another address, or the page is no longer watched. By value: if
+    /// `cell` has the value of `reserved`, which must be of this address. Returns whether it stored.
     pub fn store_conditional<T: AmoInt>(
         &self,
         address: u64,
@@ -218,7 +260,10 @@ impl Reservations {
         reserved: Reserved<T>,
         value: T,
     ) -> bool {
-        let word = &self.words[word_index(address)];
+        if self.way == Way::Value {
+            return reserved.place == address && T::compare_exchange(cell, reserved.value, value);
+        }
+        let word = &self.words[self.index(address)];
         // The exchange expects the count that the LR saw. It fails if a hart wrote or is writing.
         let locked = reserved.version | LOCKED;
         let unchanged = reserved.place == address
@@ -239,15 +284,20 @@ impl Reservations {
     }
 
     /// Calls `write`, which stores to the `size` bytes (1 to 8) at `address`, and ends reservations
-    /// there. If the page is not announced, there are none to end.
+    /// there. If the page is not announced, there are none to end, but for the one vCPU's.
     pub fn write<R>(&self, address: u64, size: u64, write: impl FnOnce() -> R) -> R {
         let last = address.wrapping_add(size.saturating_sub(1));
-        if !self.is_announced(address) && !self.is_announced(last) {
+        let ends = match self.way {
+            Way::Watched => self.is_announced(address) || self.is_announced(last),
+            Way::Alone => true,
+            Way::Value => false,
+        };
+        if !ends {
             return write();
         }
         // A misaligned store may need two words. Locking them in index order avoids a deadlock of
         // two stores.
-        let (a, b) = (word_index(address), word_index(last));
+        let (a, b) = (self.index(address), self.index(last));
         let (first, second) = (a.min(b), a.max(b));
         let first_word = self.lock(first);
         let second_word = (second != first).then(|| self.lock(second));

@@ -4,8 +4,8 @@ use crate::support::fleet::{LARGE, LargeRam, dirty_log, named, set};
 use crate::support::vm::{HostRam, PAGE, asm::*};
 use pageferry_addr::{Gpa, Hva};
 use pageferry_hypervisor::{
-    DirtyBy, DirtyPage, DirtyProtect, Exit, Harvester, Region, SlotFlags, VcpuCore, Vm, VmConfig,
-    VmError,
+    DirtyBy, DirtyPage, DirtyProtect, Exit, Harvester, LrSc, Region, SlotFlags, VcpuCore, Vm,
+    VmConfig, VmError,
 };
 use std::sync::Arc;
 
@@ -113,6 +113,7 @@ fn a_vm_says_how_it_was_made() {
         dirty_by: DirtyBy::Bits,
         dirty_protect: DirtyProtect::InitiallySet,
         dirty_ring: Some(256),
+        lr_sc: LrSc::ByValue,
     };
     let vm = Vm::new(other);
     assert_eq!(vm.clone().config(), other);

@@ -7,7 +7,7 @@ use crate::support::fleet::{A4, A5, A6, Fleet, T3, dirty_log, named, set};
 use crate::support::vm::{HostRam, PAGE, asm::*};
 use pageferry_addr::Hva;
 use pageferry_hypervisor::{
-    DirtyBy, DirtyProtect, Exit, Harvester, SlotFlags, VcpuCore, Vm, VmConfig,
+    DirtyBy, DirtyProtect, Exit, Harvester, LrSc, SlotFlags, VcpuCore, Vm, VmConfig,
 };
 use pageferry_testkit::{LIMIT, Random};
 use std::sync::Arc;
@@ -350,6 +350,7 @@ const PROTECTED: VmConfig = VmConfig {
     dirty_by: DirtyBy::WriteProtection,
     dirty_protect: DirtyProtect::ByGet,
     dirty_ring: None,
+    lr_sc: LrSc::Exact,
 };
 
 #[test]

@@ -4,11 +4,11 @@ use crate::support::fleet::set;
 use crate::support::tracked::{MEMORY, One, VALUE};
 use crate::support::vm::{HostRam, PAGE, asm::*};
 use pageferry_addr::Hva;
-use pageferry_hypervisor::{Exit, VmConfig};
+use pageferry_hypervisor::{Exit, LrSc, VmConfig};
 use std::sync::Arc;
 
 /// LR, then WFI, and at 16 SC, then WFI. The address is in a1, the value in a0.
-fn with_code(pages: u64) -> One<HostRam> {
+fn with_code(config: VmConfig, pages: u64) -> One<HostRam> {
     let ram = HostRam::new(pages as usize);
     let code = [
         atomic(LR, D, A2, A1, 0),
@@ -20,7 +20,7 @@ fn with_code(pages: u64) -> One<HostRam> {
     ];
     ram.code(0, &code);
     let region = ram.region(1, MEMORY, 0, pages);
-    One::of(VmConfig::default(), Arc::clone(&ram), region)
+    One::of(config, Arc::clone(&ram), region)
 }
 
 #[test]
@@ -36,40 +36,87 @@ fn a_store_of_the_vmm_ends_the_reservations_of_its_bytes() {
         (0x1008, 8, true),
         (0x2010, 8, true),
     ] {
-        let mut one = with_code(4);
-        let program = MEMORY;
-        set(
-            &mut one.vcpu,
-            program,
-            &[(A0, VALUE), (A1, MEMORY + 0x1010)],
-        );
-        assert_eq!(one.vcpu.run(), Exit::Halted);
-        let mut parts = Vec::new();
+        let mut one = with_code(VmConfig::default(), 4);
         let from = Hva(one.region.hva.0 + at);
-        one.vm.stores().store(from, bytes, |part| parts.push(part));
+        let mut parts = Vec::new();
+        let sc = stores_after(&mut one, |one| {
+            one.vm.stores().store(from, bytes, |part| parts.push(part));
+        });
         let mut next = 0;
         for part in parts {
             assert_eq!(part.start, next, "{at:#x}: the parts follow each other");
             next = part.end;
         }
         assert_eq!(next, bytes, "{at:#x}");
-        set(
-            &mut one.vcpu,
-            program + 16,
-            &[(A0, VALUE), (A1, MEMORY + 0x1010), (A3, 7)],
-        );
-        assert_eq!(one.vcpu.run(), Exit::Halted);
-        assert_eq!(
-            one.vcpu.hart().x(13) == 0,
-            stored,
-            "{bytes} bytes at {at:#x}"
-        );
+        assert_eq!(sc, stored, "{bytes} bytes at {at:#x}");
     }
+}
+
+/// Whether an SC to 0x1010 stores, when `act` comes between its LR and it.
+fn stores_after(one: &mut One<HostRam>, act: impl FnOnce(&mut One<HostRam>)) -> bool {
+    let registers = [(A0, VALUE), (A1, MEMORY + 0x1010), (A3, 7)];
+    set(&mut one.vcpu, MEMORY, &registers);
+    assert_eq!(one.vcpu.run(), Exit::Halted);
+    act(one);
+    set(&mut one.vcpu, MEMORY + 16, &registers);
+    assert_eq!(one.vcpu.run(), Exit::Halted);
+    one.vcpu.hart().x(13) == 0
+}
+
+#[test]
+fn the_one_vcpu_of_a_vm_has_exact_reservations_without_a_watched_page() {
+    let config = VmConfig {
+        max_vcpus: 1,
+        ..VmConfig::default()
+    };
+    let mut one = with_code(config, 4);
+    assert!(stores_after(&mut one, |_| {}));
+    assert_eq!(one.ram.get(0x1010), VALUE);
+    let reads = |one: &mut One<HostRam>| {
+        let _ = one.vm.stores().first_tracked(1, 0..4);
+    };
+    assert!(stores_after(&mut one, reads));
+    for (at, bytes) in [(0x1010, 8), (0x1017, 1), (0x0ff0, 0x100), (0, 4 * PAGE)] {
+        // It stores the value that is there.
+        let sc = stores_after(&mut one, |one| {
+            let from = Hva(one.region.hva.0 + at);
+            one.vm.stores().store(from, bytes, |_| {});
+        });
+        assert!(!sc, "{bytes} bytes at {at:#x}");
+    }
+    assert!(stores_after(&mut one, |_| {}));
+    assert_eq!(one.vm.watched_pages(), 0);
+}
+
+#[test]
+fn an_sc_by_value_finds_other_bytes_only() {
+    let config = VmConfig {
+        max_vcpus: 2,
+        lr_sc: LrSc::ByValue,
+        ..VmConfig::default()
+    };
+    let mut one = with_code(config, 4);
+    let put = |one: &mut One<HostRam>, value| {
+        let from = Hva(one.region.hva.0 + 0x1010);
+        let ram = Arc::clone(&one.ram);
+        (one.vm.stores()).store(from, 8, |_| ram.set(0x1010, value));
+    };
+    assert!(stores_after(&mut one, |_| {}));
+    assert_eq!(one.ram.get(0x1010), VALUE);
+    assert!(!stores_after(&mut one, |one| put(one, VALUE + 1)));
+    assert_eq!(one.ram.get(0x1010), VALUE + 1);
+    // Another value, and back: an exact SC would fail.
+    assert!(stores_after(&mut one, |one| {
+        put(one, 5);
+        put(one, VALUE + 1);
+    }));
+    assert_eq!(one.ram.get(0x1010), VALUE);
+    assert_eq!(one.vm.watched_pages(), 0);
 }
 
 #[test]
 fn tracked_pages_are_known_until_they_are_untracked() {
-    let one = with_code(8);
+    let one = with_code(VmConfig::default(), 8);
     let first = |pages| one.vm.stores().first_tracked(1, pages);
     assert_eq!(first(0..8), None);
     one.vm.track_writes(1, 3..5).unwrap();
@@ -88,7 +135,7 @@ fn tracked_pages_are_known_until_they_are_untracked() {
 
 #[test]
 fn tracking_waits_for_the_stores_under_way() {
-    let one = with_code(8);
+    let one = with_code(VmConfig::default(), 8);
     let stores = one.vm.stores();
     std::thread::scope(|scope| {
         let tracked = scope.spawn(|| one.vm.track_writes(1, 0..1));

@@ -41,6 +41,8 @@ use pageferry_userfault::PageBitmap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vcpu::SoftVcpu;
 
+pub use pageferry_hypervisor::LrSc;
+
 struct SoftMachine {
     vm: Vm,
     ram: Arc<GuestRam>,
@@ -56,24 +58,36 @@ struct Slots {
     missing: Option<Arc<PageBitmap>>,
 }
 
+/// The parts of a machine that a caller may choose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct SoftOptions {
+    /// The rule of LR and SC.
+    pub lr_sc: LrSc,
+}
+
 /// Creates a machine of this engine with zeroed RAM. Its vCPUs are not started.
 ///
 /// # Errors
 /// When the sizes are out of range or the host has no room for the memory.
 pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
     let layout = RamLayout::for_memory(spec.memory_bytes)?;
-    create_on(spec.vcpus, GuestRam::with_backing(layout, spec.backing)?)
+    let ram = GuestRam::with_backing(layout, spec.backing)?;
+    create_on(spec.vcpus, ram, SoftOptions::default())
 }
 
 /// [`create`], with memory that the caller has made or adopted.
 ///
 /// # Errors
 /// When the number of vCPUs is out of range.
-pub fn create_on(vcpus: u32, ram: GuestRam) -> Result<NewMachine, MachineError> {
+pub fn create_on(
+    vcpus: u32,
+    ram: GuestRam,
+    options: SoftOptions,
+) -> Result<NewMachine, MachineError> {
     if vcpus == 0 || vcpus > MAX_VCPUS {
         return Err(LayoutError::Vcpus(vcpus).into());
     }
-    let machine = SoftMachine::new(vcpus, ram)?;
+    let machine = SoftMachine::new(vcpus, ram, options)?;
     let vcpus = (0..vcpus)
         .map(|id| machine.vm.create_vcpu(id).map_err(|e| refused(&e)))
         .collect::<Result<Vec<_>, MachineError>>()?;
@@ -92,11 +106,12 @@ fn refused(error: &VmError) -> MachineError {
 
 impl SoftMachine {
     /// A machine that has no vCPU yet.
-    fn new(max_vcpus: u32, ram: GuestRam) -> Result<Arc<Self>, MachineError> {
+    fn new(max_vcpus: u32, ram: GuestRam, options: SoftOptions) -> Result<Arc<Self>, MachineError> {
         let ram = Arc::new(ram);
         let machine = Arc::new(Self {
             vm: Vm::new(VmConfig {
                 max_vcpus,
+                lr_sc: options.lr_sc,
                 ..VmConfig::default()
             }),
             owner: Arc::new(RamOwner(Arc::clone(&ram))),
@@ -341,7 +356,8 @@ mod tests {
 
     fn machine() -> Arc<SoftMachine> {
         let layout = RamLayout::for_memory(64 << 12).unwrap();
-        SoftMachine::new(1, GuestRam::new(layout).unwrap()).unwrap()
+        let ram = GuestRam::new(layout).unwrap();
+        SoftMachine::new(2, ram, SoftOptions::default()).unwrap()
     }
 
     /// Whether an SC succeeds if the VMM does `store` between it and its LR.

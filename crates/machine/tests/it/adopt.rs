@@ -104,7 +104,7 @@ fn holes_are_found_and_made_in_every_memfd() {
 #[test]
 fn a_guest_runs_in_adopted_memory() {
     let (one, _two, ram) = three();
-    let mut new = soft::create_on(1, ram).unwrap();
+    let mut new = soft::create_on(1, ram, soft::SoftOptions::default()).unwrap();
     // sw a0, 0(a1); sw a0, 0(x0): the second leaves the guest, since there is no RAM at 0.
     let code = [0x00a5_a023_u32, 0x00a0_2023]
         .map(u32::to_le_bytes)

@@ -211,7 +211,7 @@ fn adopted(engine: Engine) -> WorkloadVm {
     // SAFETY: nobody else has the memfds.
     let ram = unsafe { GuestRam::adopt(regions.into()) }.unwrap();
     let new = match engine {
-        Engine::Soft => soft::create_on(2, ram),
+        Engine::Soft => soft::create_on(2, ram, soft::SoftOptions::default()),
         Engine::Kvm => kvm::create_on(2, ram, KvmOptions::default()).map(|(new, _)| new),
     };
     WorkloadVm::on(new.unwrap())
