@@ -71,6 +71,7 @@ fn a_stopped_destination_is_left_and_found_again() {
     destination.process.signal(Signal::CONT);
     migrate.end().assert_ok();
     source.process.end().assert_ok();
+    assert_runs_on(&destination.socket);
     pageferry(&["verify", "--vm", destination.socket.to_str().unwrap()]).assert_ok();
 }
 
@@ -98,6 +99,7 @@ fn an_operator_gives_another_way() {
     pageferry(&["recover", "--vm", &vm(here), "--to", address]).assert_ok();
     migrate.end().assert_ok();
     source.process.end().assert_ok();
+    assert_runs_on(there);
     pageferry(&["verify", "--vm", &vm(there)]).assert_ok();
 }
 
