@@ -1,6 +1,7 @@
 //! The configuration of a VM, and its capabilities.
 
 use crate::dirty_log::DirtyBy;
+use crate::hart::LrSc;
 use pageferry_memslot::SlotFlags;
 
 /// The limits of a VM, and its kind of dirty log.
@@ -23,21 +24,6 @@ pub struct VmConfig {
     pub dirty_ring: Option<u32>,
     /// The rule of LR and SC.
     pub lr_sc: LrSc,
-}
-
-/// The rule by which an SC finds that nobody else stored to its bytes since the LR.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub enum LrSc {
-    /// It finds every store, as the manual demands (volume I, "Load-Reserved/Store-Conditional
-    /// Instructions").
-    #[default]
-    Exact,
-    /// It compares the bytes with those that the LR loaded, as QEMU's emulation does. Stores that
-    /// restored the bytes are not found. Guests that use LR and SC for a compare-exchange, such as
-    /// Linux, cannot tell the difference. A linked stack whose pop relies on SC can lose an element.
-    ///
-    /// A VM of several vCPUs is faster with it: see `docs/decisions.md`.
-    ByValue,
 }
 
 /// The call that protects the pages of a log again (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`).

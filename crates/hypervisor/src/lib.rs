@@ -128,7 +128,7 @@ mod vcpu;
 mod vm;
 
 #[cfg(not(loom))]
-pub use config::{Capabilities, DirtyProtect, LrSc, VmConfig};
+pub use config::{Capabilities, DirtyProtect, VmConfig};
 #[cfg(not(loom))]
 pub use dirty_log::DirtyBy;
 #[cfg(not(loom))]
@@ -136,6 +136,7 @@ pub use error::VmError;
 #[cfg(not(loom))]
 pub use fence::RemoteFence;
 pub use gate::{Gate, Inside, Requests, Ticket};
+pub use hart::LrSc;
 #[cfg(not(loom))]
 pub use pageferry_memslot::{
     Generation, Limits, OutOfMemory, Request, Slot, SlotError, SlotFlags, SlotGuard, SlotReader,

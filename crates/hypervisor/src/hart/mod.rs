@@ -41,7 +41,7 @@ pub use csr::{Interrupt, Mode, NO_DEADLINE, TIMEBASE_HZ};
 pub use exit::HartExit;
 pub use int::{AmoInt, AmoOp, GuestInt};
 pub use paging::{ASID_BITS, Leaf, Rights, Satp, View, walk};
-pub use reservations::Reservations;
+pub use reservations::{LrSc, Reservations};
 pub use state::{HartState, RunState, StateError};
 
 use code::CodeCache;

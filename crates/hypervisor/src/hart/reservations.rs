@@ -69,7 +69,6 @@
 use super::bus::Reserved;
 use super::int::{AmoInt, AmoOp};
 use super::sync::{AtomicU64, Ordering};
-use crate::config::LrSc;
 use pageferry_addr::PAGE_SHIFT;
 
 /// The number of bits in a set of pages: two pages share a bit with probability 1/4096.
@@ -83,6 +82,21 @@ const WRITE: u64 = 2;
 
 /// The number of polls of a locked word before a thread yields its CPU.
 const SPINS: u32 = 100;
+
+/// The rule by which an SC finds that nobody else stored to its bytes since the LR.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum LrSc {
+    /// It finds every store, as the manual demands (volume I, "Load-Reserved/Store-Conditional
+    /// Instructions").
+    #[default]
+    Exact,
+    /// It compares the bytes with those that the LR loaded, as QEMU's emulation does. Stores that
+    /// restored the bytes are not found. Guests that use LR and SC for a compare-exchange, such as
+    /// Linux, cannot tell the difference. A linked stack whose pop relies on SC can lose an element.
+    ///
+    /// A VM of several vCPUs is faster with it: see `docs/decisions.md`.
+    ByValue,
+}
 
 /// How an SC learns of the stores since its LR.
 #[derive(Clone, Copy, PartialEq, Eq)]
