@@ -1,6 +1,6 @@
 //! Connections that break after the hand-over, and the operator's commands.
 
-use crate::support::{Destination, Source, assert_runs_on, pageferry, status};
+use crate::support::{Destination, Source, assert_runs_on, assert_whole, pageferry, status};
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::wait_for;
 
@@ -48,7 +48,7 @@ fn a_vm_goes_on_when_all_connections_break() {
     source.process.end().assert_ok();
     let session = status(&destination.socket).unwrap()["session"].clone();
     assert!(session["reconnects"].as_u64().unwrap() >= 1, "{session}");
-    pageferry(&["verify", "--vm", destination.socket.to_str().unwrap()]).assert_ok();
+    assert_whole(&destination.socket);
 }
 
 #[test]
@@ -71,8 +71,7 @@ fn a_stopped_destination_is_left_and_found_again() {
     destination.process.signal(Signal::CONT);
     migrate.end().assert_ok();
     source.process.end().assert_ok();
-    assert_runs_on(&destination.socket);
-    pageferry(&["verify", "--vm", destination.socket.to_str().unwrap()]).assert_ok();
+    assert_whole(&destination.socket);
 }
 
 #[test]
@@ -99,8 +98,7 @@ fn an_operator_gives_another_way() {
     pageferry(&["recover", "--vm", &vm(here), "--to", address]).assert_ok();
     migrate.end().assert_ok();
     source.process.end().assert_ok();
-    assert_runs_on(there);
-    pageferry(&["verify", "--vm", &vm(there)]).assert_ok();
+    assert_whole(there);
 }
 
 #[test]
@@ -137,8 +135,7 @@ fn an_operator_ends_it_and_resumes_the_whole_copy() {
     let resumed = pageferry(&["abandon", "--vm", vm, "--resume-here"]);
     resumed.assert_ok();
     assert!(resumed.stdout.contains("it runs twice now"), "{resumed:?}");
-    assert_runs_on(&source.socket);
-    pageferry(&["verify", "--vm", vm]).assert_ok();
+    assert_whole(&source.socket);
 }
 
 #[test]
@@ -167,6 +164,5 @@ fn an_operator_who_knows_that_the_destination_is_gone_runs_the_vm_at_its_source(
     assert_runs_on(&source.socket);
     source.migrate(&other.address).end().assert_ok();
     source.process.end().assert_ok();
-    assert_runs_on(&other.socket);
-    pageferry(&["verify", "--vm", other.socket.to_str().unwrap()]).assert_ok();
+    assert_whole(&other.socket);
 }

@@ -9,7 +9,7 @@
 //!
 //! **Neighbours.** `migration/tests/it/recovery.rs` has more schedules, inside one process.
 
-use crate::support::{Destination, Ended, Process, Source, assert_runs_on, pageferry, status};
+use crate::support::{Destination, Ended, Process, Source, assert_whole, pageferry, status};
 use pageferry_testkit::shaper::{Plan, Schedule, Shaper, Which};
 use pageferry_testkit::{Random, Stop, wait_for, wait_until};
 use rustix::process::Signal;
@@ -245,10 +245,6 @@ impl Samples {
     }
 }
 
-fn verify(socket: &Path) {
-    pageferry(&["verify", "--vm", socket.to_str().unwrap()]).assert_ok();
-}
-
 fn abandon(socket: &Path, more: &[&str]) -> Ended {
     let mut args = vec!["abandon", "--vm", socket.to_str().unwrap()];
     args.extend(more);
@@ -281,8 +277,7 @@ fn settle_both(
     if ended.code == Some(0) {
         source.process.end().assert_ok();
         source.dir.assert_empty();
-        assert_runs_on(&destination.socket);
-        verify(&destination.socket);
+        assert_whole(&destination.socket);
         quit(
             destination.process,
             &destination.socket,
@@ -365,8 +360,7 @@ fn settle_destination(
             wait_until(&format!("a whole VM to stay ({state}, {stage})"), || {
                 stage_of(socket).is_some_and(|(state, ..)| state == "running")
             });
-            assert_runs_on(socket);
-            verify(socket);
+            assert_whole(socket);
             quit(destination.process, socket, &destination.dir, 0);
             MOVED
         }

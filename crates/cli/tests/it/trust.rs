@@ -1,7 +1,7 @@
 //! TLS between two processes: peers that prove who they are, and peers that do not.
 
 use crate::support::certificates::{Authority, Now, Side, SideFlags};
-use crate::support::{Destination, Process, Source, assert_runs_on, pageferry, status};
+use crate::support::{Destination, Process, Source, assert_whole, pageferry, status};
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::wait_for;
 
@@ -45,8 +45,7 @@ fn a_vm_moves_over_tls_and_survives_lost_connections() {
     migrate.end().assert_ok();
     source.process.end().assert_ok();
     source.dir.assert_empty();
-    assert_runs_on(&destination.socket);
-    pageferry(&["verify", "--vm", destination.socket.to_str().unwrap()]).assert_ok();
+    assert_whole(&destination.socket);
     let session = status(&destination.socket).unwrap()["session"].clone();
     assert_eq!(session["stage"], "completed", "{session}");
     assert!(session["reconnects"].as_u64().unwrap() >= 1, "{session}");

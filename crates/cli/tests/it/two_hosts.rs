@@ -1,7 +1,7 @@
 //! A VM moves between two network namespaces over TLS, also while their addresses change.
 
 use crate::support::certificates::{Authority, Now, Side, SideFlags};
-use crate::support::{Destination, PAGEFERRY, Process, Source, assert_runs_on, pageferry, status};
+use crate::support::{Destination, PAGEFERRY, Process, Source, assert_whole, pageferry, status};
 use pageferry_testkit::netns;
 use pageferry_testkit::two_hosts::{self, Host, Link, Rate, TwoHosts};
 use pageferry_testkit::wait_for;
@@ -68,8 +68,7 @@ impl Pair {
         self.source.process.end().assert_ok();
         self.source.dir.assert_empty();
         let there = &self.destination.socket;
-        assert_runs_on(there);
-        pageferry(&["verify", "--vm", there.to_str().unwrap()]).assert_ok();
+        assert_whole(there);
         pageferry(&["quit", "--vm", there.to_str().unwrap()]).assert_ok();
         self.destination.process.end().assert_ok();
         self.destination.dir.assert_empty();

@@ -1,6 +1,8 @@
 //! `run`, `receive` and `migrate`: the move between two terminals.
 
-use crate::support::{Destination, Process, Source, assert_runs_on, pageferry, status};
+use crate::support::{
+    Destination, Process, Source, assert_runs_on, assert_whole, pageferry, status,
+};
 use pageferry_testkit::wait_for;
 
 #[test]
@@ -23,8 +25,7 @@ fn a_vm_moves_and_runs_on_at_the_destination() {
     );
     source.dir.assert_empty();
 
-    assert_runs_on(&destination.socket);
-    pageferry(&["verify", "--vm", destination.socket.to_str().unwrap()]).assert_ok();
+    assert_whole(&destination.socket);
     pageferry(&["quit", "--vm", destination.socket.to_str().unwrap()]).assert_ok();
     let received = destination.process.end();
     received.assert_ok();
@@ -50,8 +51,7 @@ fn a_vm_moves_on_from_where_it_came() {
     moved.assert_ok();
     assert!(moved.stdout.contains("blackout"), "{moved:?}");
     first.process.end().assert_ok();
-    assert_runs_on(&second.socket);
-    pageferry(&["verify", "--vm", second.socket.to_str().unwrap()]).assert_ok();
+    assert_whole(&second.socket);
     second.process.interrupt();
     second.process.end().assert_ok();
     second.dir.assert_empty();

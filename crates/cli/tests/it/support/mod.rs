@@ -278,6 +278,13 @@ pub(crate) fn assert_runs_on(socket: &Path) {
     assert_eq!(status(socket).unwrap()["guest"]["errors"], 0);
 }
 
+/// The VM is here and runs, and every page of it is right.
+#[track_caller]
+pub(crate) fn assert_whole(socket: &Path) {
+    assert_runs_on(socket);
+    pageferry(&["verify", "--vm", socket.to_str().unwrap()]).assert_ok();
+}
+
 /// Waits until the control socket of `process` serves no client, so that there is room.
 pub(crate) fn wait_for_no_clients(process: &Process) {
     let tasks = PathBuf::from(format!("/proc/{}/task", process.pid()));
