@@ -1,6 +1,6 @@
 //! The caller opens the sockets: the connected streams of a source, the listener of a destination.
 
-use crate::support::{WorkloadVm, listen, try_receive_on};
+use crate::support::{WorkloadVm, listen, listen_on, try_receive_on};
 use pageferry_machine::{Backing, Engine};
 use pageferry_migration::channel::{Connection, Listener};
 use pageferry_migration::{
@@ -100,10 +100,7 @@ fn moved(
 /// A destination on a socket that this test opened.
 fn adopted(socket: OwnedFd) -> Arc<Destination> {
     let listener = Listener::adopt_fd(socket).unwrap();
-    let destination = Destination::listen(listener, DestinationConfig::default(), |stranger| {
-        eprintln!("{stranger:?}");
-    });
-    Arc::new(destination.unwrap())
+    listen_on(listener, DestinationConfig::default())
 }
 
 fn booted() -> WorkloadVm {

@@ -7,7 +7,7 @@ use crate::scripted::destination::ScriptedDestination;
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::scripted::{LONG, PATIENCE, assert_sentence, encoded, ends_soon, kind, limits};
 use crate::support::{
-    LIMIT, WorkloadVm, address_of, engine_of, kvm_usable, listen, migrate_running, tcp,
+    LIMIT, WorkloadVm, address_of, engine_of, kvm_usable, listen, migrate_running, receive_as, tcp,
 };
 use pageferry_addr::RamPage;
 use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
@@ -19,14 +19,14 @@ use pageferry_migration::wire::{
 };
 use pageferry_migration::{
     DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, RunningVm,
-    SourceConfig, SourceFailure, SourceReport, SourceVm, Switch, Unobserved,
+    SourceConfig, SourceFailure, SourceReport, SourceVm, Switch,
 };
 use pageferry_testkit::wait_until;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 8 * MIB;
@@ -300,12 +300,7 @@ fn move_to(from: &End, to: &End, passes: u32) -> (Sent, Received) {
         ..SourceConfig::default()
     };
     std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| {
-            let until = Instant::now() + LIMIT;
-            let late = || Instant::now() > until;
-            let incoming = destination.accept(&late).unwrap();
-            incoming.receive(&to.running(), &to.vm.resolver, &late, &Unobserved)
-        });
+        let receiving = scope.spawn(|| receive_as(&to.running(), &to.vm.resolver, &destination));
         let sent = migrate_running(&from.running(), &address_of(&destination), &config);
         (sent, receiving.join().unwrap())
     })
@@ -693,10 +688,7 @@ fn from_script(
             source.last_frame()
         });
         let received = ends_soon("receive", || {
-            let until = Instant::now() + LIMIT;
-            let late = || Instant::now() > until;
-            let incoming = destination.accept(&late).unwrap();
-            incoming.receive(&there.running(), &there.vm.resolver, &late, &Unobserved)
+            receive_as(&there.running(), &there.vm.resolver, &destination)
         });
         if let Some(Frame::Error(error)) = peer.join().unwrap() {
             assert_ne!(error.code(), ErrorCode::Internal, "{}", error.message());

@@ -4,18 +4,16 @@
 use crate::alone::in_parallel;
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::support::{
-    LIMIT, WorkloadVm, address_of, kvm_usable, listen, migrate_to, move_vm, move_vm_to,
+    LIMIT, WorkloadVm, address_of, kvm_usable, listen, migrate_to, move_vm, move_vm_to, receive_as,
 };
 use crate::vmm_access::{engines, receive_beside};
 use pageferry_addr::{Gpa, PageSize, RamPage};
-use pageferry_machine::kvm::KvmOptions;
-use pageferry_machine::{AdoptedRegion, Backing, Collapsed, Delivery, Engine, GuestRam, kvm, soft};
-use pageferry_migration::{DestinationConfig, SourceConfig, Switch, Unobserved};
+use pageferry_machine::{AdoptedRegion, Backing, Collapsed, Delivery, Engine, GuestRam, soft};
+use pageferry_migration::{DestinationConfig, SourceConfig, Switch};
 use pageferry_testkit::{AdvisedHugePages, HugePages, skip, wait_until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use std::sync::mpsc::channel;
 use std::time::Duration;
-use std::time::Instant;
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 32 * MIB;
@@ -212,7 +210,13 @@ fn adopted(engine: Engine) -> WorkloadVm {
     let ram = unsafe { GuestRam::adopt(regions.into()) }.unwrap();
     let new = match engine {
         Engine::Soft => soft::create_on(2, ram, soft::SoftOptions::default()),
-        Engine::Kvm => kvm::create_on(2, ram, KvmOptions::default()).map(|(new, _)| new),
+        #[cfg(target_arch = "x86_64")]
+        Engine::Kvm => {
+            use pageferry_machine::kvm::{KvmOptions, create_on};
+            create_on(2, ram, KvmOptions::default()).map(|(new, _)| new)
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        Engine::Kvm => unreachable!("KVM is not usable here"),
     };
     WorkloadVm::on(new.unwrap())
 }
@@ -237,12 +241,8 @@ fn a_vm_moves_between_memories_that_its_vmm_has_made() {
                 ..DestinationConfig::default()
             });
             let (sent, received) = std::thread::scope(|scope| {
-                let receiver = scope.spawn(|| {
-                    let until = Instant::now() + LIMIT;
-                    let late = || Instant::now() > until;
-                    let incoming = destination.accept(&late).unwrap();
-                    incoming.receive(&to.running(), &to.resolver, &late, &Unobserved)
-                });
+                let receiver =
+                    scope.spawn(|| receive_as(&to.running(), &to.resolver, &destination));
                 let sent = migrate_to(&source, &address_of(&destination), &config);
                 (sent, receiver.join().unwrap())
             });

@@ -2,13 +2,13 @@
 //! link. A thread of the destination's VMM touches them: its accesses request pages as a vCPU's do.
 
 use crate::alone::LeakCheck;
-use crate::support::{LIMIT, WorkloadVm, address_of, listen, migrate_running};
+use crate::support::{LIMIT, WorkloadVm, address_of, listen, migrate_running, receive_as};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 use pageferry_harness::{Vm, isa_of};
 use pageferry_machine::{AccessError, Engine, GuestRam, MachineSpec};
 use pageferry_migration::address::Address;
-use pageferry_migration::{DestinationConfig, SourceConfig, SourceReport, Unobserved};
+use pageferry_migration::{DestinationConfig, SourceConfig, SourceReport};
 use pageferry_testkit::shaper::{Plan, Shaper};
 use pageferry_testkit::wait_until;
 use std::ops::Range;
@@ -80,12 +80,7 @@ fn move_touched(order: impl Fn(Range<u64>) -> Vec<u64> + Sync) -> SourceReport {
     source.threads.resume();
     let sent = std::thread::scope(|scope| {
         scope.spawn(|| touch(source.machine.ram(), to.ram(), &order(pages)));
-        let receiving = scope.spawn(|| {
-            let until = Instant::now() + LIMIT;
-            let late = || Instant::now() > until;
-            let incoming = destination.accept(&late).unwrap();
-            incoming.receive(&to.running(), &to.resolver, &late, &Unobserved)
-        });
+        let receiving = scope.spawn(|| receive_as(&to.running(), &to.resolver, &destination));
         let config = SourceConfig {
             settings: pageferry_migration::Switch::NOW.into(),
             ..SourceConfig::default()

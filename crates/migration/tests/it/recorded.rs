@@ -7,7 +7,7 @@
 
 use crate::alone::in_parallel;
 use crate::scripted::source::pages_frame;
-use crate::support::{LIMIT, WorkloadVm, address_of, listen};
+use crate::support::{WorkloadVm, address_of, listen, receive_as};
 use crate::wire_common::encode;
 use pageferry_machine::{Apply, Device, Engine, MachineError};
 use pageferry_migration::address::Address;
@@ -21,7 +21,7 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The size of the VM.
 const MEMORY: u64 = 64 << 10;
@@ -124,15 +124,11 @@ fn recorded() -> Record {
         let (record, over, listener) = (&record, &over, &listener);
         scope.spawn(move || relay(listener, &to, record, over));
         let receiver = scope.spawn(|| {
-            let until = Instant::now() + LIMIT;
-            let late = || Instant::now() > until;
-            let incoming = destination.accept(&late).unwrap();
             let running = RunningVm {
                 devices: &devices,
                 ..there.running()
             };
-            let received = incoming.receive(&running, &there.resolver, &late, &Unobserved);
-            received.unwrap();
+            receive_as(&running, &there.resolver, &destination).unwrap();
         });
         let running = RunningVm {
             devices: &devices,

@@ -6,6 +6,7 @@ use crate::scripted::source::{ScriptedSource, Template};
 use crate::scripted::{SOON, ends_soon};
 use crate::support::{
     LIMIT, WorkloadVm, address_of, engine_of, kvm_deliveries, kvm_usable, listen, migrate_running,
+    receive_as,
 };
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
@@ -14,7 +15,7 @@ use pageferry_machine::{AccessError, Backing, Delivery, Engine, GuestRam, Machin
 use pageferry_migration::wire::PAGE_BYTES;
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm,
-    SourceConfig, Switch, Unobserved,
+    SourceConfig, Switch,
 };
 use pageferry_testkit::{Random, wait_until};
 use std::ops::Range;
@@ -134,12 +135,7 @@ fn move_beside_vmm_threads(
             }
             unreachable!("memory is frozen at last")
         });
-        let receiving = scope.spawn(|| {
-            let until = Instant::now() + LIMIT;
-            let late = || Instant::now() > until;
-            let incoming = destination.accept(&late).unwrap();
-            incoming.receive(&to.running(), &to.resolver, &late, &Unobserved)
-        });
+        let receiving = scope.spawn(|| receive_as(&to.running(), &to.resolver, &destination));
         let reading = scope.spawn(move || {
             // The source freezes its memory after the destination was armed.
             let writes: u64 = writing.join().unwrap();
@@ -211,12 +207,7 @@ pub(crate) fn receive_beside(
             script(&mut source);
             source.last_frame();
         });
-        let receiving = scope.spawn(|| {
-            let until = Instant::now() + LIMIT;
-            let late = || Instant::now() > until;
-            let incoming = destination.accept(&late).unwrap();
-            incoming.receive(&vm.running(), &vm.resolver, &late, &Unobserved)
-        });
+        let receiving = scope.spawn(|| receive_as(&vm.running(), &vm.resolver, &destination));
         vmm(&vm, &destination);
         peer.join().unwrap();
         receiving.join().unwrap()

@@ -211,6 +211,18 @@ pub(crate) fn address_of(destination: &Destination) -> Address {
     destination.local_addrs().remove(0)
 }
 
+/// Receives one VM as `vm`, whose faults `resolver` resolves.
+pub(crate) fn receive_as(
+    vm: &RunningVm<'_>,
+    resolver: &Arc<Resolver>,
+    destination: &Arc<Destination>,
+) -> Result<DestinationReport, DestinationFailure> {
+    let until = Instant::now() + LIMIT;
+    let late = || Instant::now() > until;
+    let incoming = destination.accept(&late).unwrap();
+    incoming.receive(vm, resolver, &late, &Unobserved)
+}
+
 /// Receives one VM, into memory of `backing`.
 pub(crate) fn receive_on(
     backing: Backing,
