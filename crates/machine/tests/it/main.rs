@@ -5,6 +5,8 @@ mod adopt;
 mod backing;
 mod devices;
 #[cfg(target_arch = "x86_64")]
+mod kvm_adopt;
+#[cfg(target_arch = "x86_64")]
 mod kvm_backing;
 #[cfg(target_arch = "x86_64")]
 mod kvm_dirty;

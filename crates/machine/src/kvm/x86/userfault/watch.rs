@@ -7,9 +7,9 @@
 //!
 //! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB, or at the backing's
 //! page if that is larger. So no border divides a huge page. The kernel takes no range that leaves
-//! the mapping of one file (`find_dst_vma` in `mm/userfaultfd.c`). So a call is split at the borders
-//! of parts and of files, and stops at the first error. That error counts the bytes done from the
-//! start of the whole range.
+//! the mapping of one file (`find_dst_vma` in `mm/userfaultfd.c`). So a call is split at the
+//! borders of parts and of files, and stops at the first error. That error counts the bytes done
+//! from the start of the whole range.
 //!
 //! The threads that wait for pages of one userfaultfd share its locks in the kernel. Several
 //! userfaultfds divide that load, and their readers need not share a queue of events.
@@ -213,22 +213,18 @@ fn pieces_of(
     parts: impl Iterator<Item = Range<u64>>,
     files: impl Iterator<Item = u64>,
 ) -> Vec<(usize, Range<u64>)> {
-    let mut end = 0;
-    let ends: Vec<u64> = files
-        .map(|pages| {
-            end += pages;
-            end
-        })
-        .collect();
+    let ends = files.scan(0, |end, pages| {
+        *end += pages;
+        Some(*end)
+    });
+    let ends: Vec<u64> = ends.collect();
     let mut pieces = Vec::new();
     for (index, part) in parts.enumerate() {
+        let is_inside = |end: &u64| part.start < *end && *end < part.end;
         let mut from = part.start;
-        let inside = ends.iter().filter(|end| part.contains(end));
-        for to in inside.chain([&part.end]) {
-            if from < *to {
-                pieces.push((index, from..*to));
-            }
-            from = *to;
+        for to in ends.iter().copied().filter(is_inside).chain([part.end]) {
+            pieces.push((index, from..to));
+            from = to;
         }
     }
     pieces
