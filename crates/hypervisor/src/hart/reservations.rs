@@ -92,7 +92,8 @@ pub enum LrSc {
     Exact,
     /// It compares the bytes with those that the LR loaded, as QEMU's emulation does. Stores that
     /// restored the bytes are not found. Guests that use LR and SC for a compare-exchange, such as
-    /// Linux, cannot tell the difference. A linked stack whose pop relies on SC can lose an element.
+    /// Linux, cannot tell the difference. A linked stack whose pop relies on SC can lose an
+    /// element.
     ///
     /// A VM of several vCPUs is faster with it: see `docs/decisions.md`.
     ByValue,
@@ -146,22 +147,18 @@ impl Reservations {
     /// Makes an exact set, for any number of harts, in which no page is watched.
     #[must_use]
     pub const fn new() -> Self {
-        Self::with(Way::Watched)
+        Self::of(LrSc::Exact, u32::MAX)
     }
 
     /// Makes the set of a VM with at most `vcpus` vCPUs.
     #[must_use]
     pub const fn of(lr_sc: LrSc, vcpus: u32) -> Self {
-        Self::with(match (lr_sc, vcpus) {
-            (LrSc::ByValue, _) => Way::Value,
-            (LrSc::Exact, 0 | 1) => Way::Alone,
-            (LrSc::Exact, _) => Way::Watched,
-        })
-    }
-
-    const fn with(way: Way) -> Self {
         Self {
-            way,
+            way: match (lr_sc, vcpus) {
+                (LrSc::ByValue, _) => Way::Value,
+                (LrSc::Exact, 0 | 1) => Way::Alone,
+                (LrSc::Exact, _) => Way::Watched,
+            },
             announced: [const { AtomicU64::new(0) }; PAGE_BITS / 64],
             watched: [const { AtomicU64::new(0) }; PAGE_BITS / 64],
             words: [const { AtomicU64::new(0) }; WORDS],
@@ -266,7 +263,8 @@ impl Reservations {
 
     /// SC: stores `value` to `cell`, which is at `address`, unless a hart wrote there since
     /// `reserved`, `reserved` is of another address, or the page is no longer watched. By value: if
-    /// `cell` has the value of `reserved`, which must be of this address. Returns whether it stored.
+    /// `cell` has the value of `reserved`, which must be of this address. Returns whether it
+    /// stored.
     pub fn store_conditional<T: AmoInt>(
         &self,
         address: u64,
