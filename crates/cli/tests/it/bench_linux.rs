@@ -2,10 +2,9 @@
 
 use crate::support::{Dir, Ended, PAGEFERRY, Process, pageferry};
 use pageferry_testkit::guest_linux;
+use serde_json::Value;
 use std::process::Command;
-
-/// The shortest run.
-pub(crate) const TINY: [&str; 4] = ["bench", "linux", "--quick", "--json"];
+use std::sync::OnceLock;
 
 /// `pageferry`, which finds the guest that the tests run. `None` if there is none.
 pub(crate) fn with_guest(words: &[&str]) -> Option<Ended> {
@@ -16,13 +15,22 @@ pub(crate) fn with_guest(words: &[&str]) -> Option<Ended> {
     Some(Process::spawn(command).end())
 }
 
+/// The rows of the shortest run, which all tests share. `None` if there is no guest.
+pub(crate) fn quick() -> Option<&'static Value> {
+    static ROWS: OnceLock<Option<Value>> = OnceLock::new();
+    let run = || {
+        let ended = with_guest(&["bench", "linux", "--quick", "--json"])?;
+        ended.assert_ok();
+        Some(ended.json())
+    };
+    ROWS.get_or_init(run).as_ref()
+}
+
 #[test]
 fn every_row_has_a_figure() {
-    let Some(ended) = with_guest(&TINY) else {
+    let Some(json) = quick() else {
         return;
     };
-    ended.assert_ok();
-    let json = ended.json();
     let rows = json.as_array().expect("an array of rows");
     for case in ["linux.up", "linux.exec", "linux.loop", "linux.blackout"] {
         let row = rows.iter().find(|row| row["case"] == case);
