@@ -187,8 +187,8 @@ fn vcpu(irqchip: Irqchip) -> Box<dyn Vcpu> {
 /// The state without the MSRs that change by themselves.
 fn timeless(mut parts: Parts) -> Parts {
     for msr in &mut parts.msrs {
-        // TSC, the two that mirror it, and Hyper-V's two counts of time: HV_X64_MSR_VP_RUNTIME, which
-        // moves with the ticks of the caller's thread, and HV_X64_MSR_TIME_REF_COUNT.
+        // TSC, the two that mirror it, and Hyper-V's two counts of time: HV_X64_MSR_VP_RUNTIME,
+        // which moves with the ticks of the caller's thread, and HV_X64_MSR_TIME_REF_COUNT.
         if matches!(msr.index, 0x10 | 0xe7 | 0xe8 | 0x4000_0010 | 0x4000_0020) {
             msr.data = 0;
         }
