@@ -4,8 +4,8 @@
 //! **Guarantee.** A test that cannot run here says so. If it is required to run, it fails. No test
 //! waits without a limit. Random numbers are the same in every run.
 //!
-//! **Mechanism.** The variable `PAGEFERRY_REQUIRE` lists the required resources (`kvm,uffd,linux,lab`).
-//! The variable `PAGEFERRY_STRESS_SECONDS` sets the duration of a stress test.
+//! **Mechanism.** [`skip()`] reports a missing resource. [`runs_in_child`] gives a test a process of
+//! its own. The variable `PAGEFERRY_STRESS_SECONDS` sets the duration of a stress test.
 //!
 //! Networks are in two modules: [`two_hosts`] shapes a link of the kernel, [`shaper`] is a proxy
 //! that injects faults. [`rv64`] has machine code for small guests. With the feature `certificates`, there are certificates for TLS.
@@ -15,43 +15,29 @@
 
 #[cfg(feature = "certificates")]
 pub mod certificates;
+mod child;
 mod guest_linux;
 mod huge_pages;
 #[cfg(loom)]
 pub mod model;
 pub mod rv64;
 pub mod shaper;
+mod skip;
 pub mod two_hosts;
 
+pub use child::runs_in_child;
 pub use guest_linux::guest_linux;
 pub use huge_pages::{AdvisedHugePages, HugePages};
 pub use pageferry_hosts::netns;
+pub use skip::skip;
 
-use std::fmt::Display;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// The longest time for which a test waits for something that should happen at once. Test machines
 /// are slow and shared, so this bound only prevents hanging.
 pub const LIMIT: Duration = Duration::from_secs(300);
-
-/// Reports that a test is skipped because `resource` is not usable here, for the reason `why`.
-///
-/// Returns `true`, so that a test can say `if missing.is_some_and(|why| skip("kvm", why)) { return
-/// }`.
-///
-/// # Panics
-/// If `PAGEFERRY_REQUIRE` names `resource`.
-#[track_caller]
-pub fn skip(resource: &str, why: impl Display) -> bool {
-    let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
-    assert!(
-        !required.split(',').any(|word| word == resource),
-        "PAGEFERRY_REQUIRE names {resource}, which is not usable here: {why}"
-    );
-    println!("SKIPPED: {resource} is not usable here: {why}");
-    true
-}
 
 /// Waits until `ready` returns a value, and returns that value.
 ///
@@ -91,6 +77,25 @@ pub fn stress_time(default: Duration) -> Duration {
             panic!("PAGEFERRY_STRESS_SECONDS is '{text}': expected a whole number of seconds")
         }))
     })
+}
+
+/// The seeds of a test of seeded cases: those below `default`, or what the environment variable
+/// `variable` says: a number of seeds, or a range such as `300..600`.
+///
+/// # Panics
+/// If the variable is neither.
+#[must_use]
+pub fn seeds(variable: &str, default: u64) -> Range<u64> {
+    let Ok(text) = std::env::var(variable) else {
+        return 0..default;
+    };
+    parse_seeds(&text)
+        .unwrap_or_else(|| panic!("{variable} is '{text}': expected a number or a range, 300..600"))
+}
+
+fn parse_seeds(text: &str) -> Option<Range<u64>> {
+    let (start, end) = text.split_once("..").unwrap_or(("0", text));
+    Some(start.parse().ok()?..end.parse().ok()?)
 }
 
 /// Random numbers by xorshift64* (Vigna, "An experimental exploration of Marsaglia's xorshift
@@ -185,6 +190,15 @@ mod tests {
                 seen[number as usize] = true;
             }
             assert!(seen.iter().all(|seen| *seen), "{seed}: {seen:?}");
+        }
+    }
+
+    #[test]
+    fn seeds_are_a_number_or_a_range() {
+        assert_eq!(parse_seeds("8"), Some(0..8));
+        assert_eq!(parse_seeds("3..8"), Some(3..8));
+        for wrong in ["", "x", "1..", "..2", "1..2..3"] {
+            assert_eq!(parse_seeds(wrong), None, "{wrong}");
         }
     }
 

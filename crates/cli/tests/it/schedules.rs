@@ -11,7 +11,7 @@
 
 use crate::support::{Destination, Ended, Process, Source, assert_whole, pageferry, status};
 use pageferry_testkit::shaper::{Plan, Schedule, Shaper, Which};
-use pageferry_testkit::{Random, Stop, wait_for, wait_until};
+use pageferry_testkit::{Random, Stop, seeds, wait_for, wait_until};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::path::Path;
@@ -517,8 +517,9 @@ fn play_all(seeds: std::ops::Range<u64>) {
                     let outcome = outcome.unwrap_or_else(|panic| {
                         eprintln!("seed {seed} failed: {chosen:?}");
                         eprintln!(
-                            "repeat it: PAGEFERRY_PROCESS_SEED={seed} cargo test -p pageferry \
-                             --test it -- schedules::"
+                            "repeat it: PAGEFERRY_PROCESS_SCHEDULES={seed}..{} cargo test -p \
+                             pageferry --test it -- schedules::",
+                            seed + 1
                         );
                         std::panic::resume_unwind(panic)
                     });
@@ -540,16 +541,8 @@ fn play_all(seeds: std::ops::Range<u64>) {
     }
 }
 
-/// Runs a few seeded schedules, or as many as `PAGEFERRY_PROCESS_SCHEDULES` says, or the one of
-/// `PAGEFERRY_PROCESS_SEED`.
+/// Runs a few seeded schedules, or those of `PAGEFERRY_PROCESS_SCHEDULES`.
 #[test]
 fn seeded_faults_of_processes_and_network_leave_one_vm() {
-    let number = |name: &str| -> Option<u64> {
-        let text = std::env::var(name).ok()?;
-        Some(text.parse().expect("a number"))
-    };
-    match number("PAGEFERRY_PROCESS_SEED") {
-        Some(seed) => play_all(seed..seed + 1),
-        None => play_all(0..number("PAGEFERRY_PROCESS_SCHEDULES").unwrap_or(SCHEDULES)),
-    }
+    play_all(seeds("PAGEFERRY_PROCESS_SCHEDULES", SCHEDULES));
 }

@@ -193,11 +193,7 @@ impl Test {
 #[test]
 fn a_log_splits_large_pages_and_they_are_large_again_after_it() {
     // It finds its VM among the process's descriptors.
-    if no_kvm()
-        || runs_in_child(
-            "kvm_large_pages::a_log_splits_large_pages_and_they_are_large_again_after_it",
-        )
-    {
+    if no_kvm() || runs_in_child() {
         return;
     }
     let new = aligned_machine();

@@ -7,6 +7,7 @@ use kvm_bindings::{kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{Delivery, Exit};
+use pageferry_testkit::skip;
 use pageferry_userfault::PageBitmap;
 use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd, Wake};
 use std::sync::Arc;
@@ -215,7 +216,8 @@ fn poison_beside_exits_without_signals() {
     for _ in 0..ROUNDS {
         let floor = touch_without_signals(PAGES).as_secs_f64() * 1e6 / PAGES as f64;
         let Some((_, poison, _)) = touch(Some(Delivery::Poison), PAGES) else {
-            return println!("SKIPPED: this host has no poison markers");
+            skip("poison", "this host has no poison markers");
+            return;
         };
         let poison = poison.as_secs_f64() * 1e6 / PAGES as f64;
         floors.push(floor);

@@ -153,8 +153,7 @@ fn the_programs_handlers_see_every_bus_error_but_those_of_markers() {
     if no_kvm() || no_delivery(machine(1, 64).machine.as_ref(), Delivery::Poison) {
         return;
     }
-    let own = "kvm_signals::the_programs_handlers_see_every_bus_error_but_those_of_markers";
-    if runs_in_child(own) {
+    if runs_in_child() {
         return;
     }
     set(before);

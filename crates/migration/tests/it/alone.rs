@@ -1,32 +1,27 @@
-//! Tests that need the process alone, to count its threads and descriptors.
+//! Tests that count the threads and descriptors of their process. Each has a process of its own, by
+//! [`runs_in_child`].
 
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+pub(crate) use pageferry_testkit::runs_in_child;
 use std::time::{Duration, Instant};
 
 /// The longest time in which everything of a test has ended.
 const SOON: Duration = Duration::from_secs(20);
 
-/// Runs a test alone in the process, and checks that it leaves no thread and no descriptor. The
-/// test creates it first, so that it is dropped last.
+/// Checks that a test leaves no thread and no descriptor. The test creates it first, so that it is
+/// dropped last.
 pub(crate) struct LeakCheck {
-    _exclusive: RwLockWriteGuard<'static, ()>,
     descriptors: usize,
 }
 
-/// A test that counts the descriptors and threads of the process holds this for writing. Other
-/// tests with threads hold it for reading.
-static EXCLUSIVE: RwLock<()> = RwLock::new(());
-
-/// Lets a test run in parallel with others, except with one that needs the process alone.
-pub(crate) fn in_parallel() -> RwLockReadGuard<'static, ()> {
-    EXCLUSIVE.read().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl LeakCheck {
+    /// # Panics
+    /// If a test of another thread may run in this process.
     pub(crate) fn start() -> Self {
-        let alone = EXCLUSIVE.write().unwrap_or_else(PoisonError::into_inner);
+        assert!(
+            !runs_in_child(),
+            "a test that counts calls `runs_in_child` first"
+        );
         Self {
-            _exclusive: alone,
             descriptors: descriptors().len(),
         }
     }

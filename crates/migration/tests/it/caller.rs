@@ -133,7 +133,6 @@ fn wait_for_handover(destination: &Destination) {
 
 #[test]
 fn a_vm_moves_over_unix_streams_of_the_caller_to_an_adopted_listener() {
-    let _parallel = crate::alone::in_parallel();
     let name = format!("pf-caller-{}", std::process::id());
     let path: PathBuf = std::env::temp_dir().join(name);
     let _ = std::fs::remove_file(&path);
@@ -152,7 +151,6 @@ fn a_vm_moves_over_unix_streams_of_the_caller_to_an_adopted_listener() {
 
 #[test]
 fn a_session_recovers_through_the_callers_streams_after_a_cut() {
-    let _parallel = crate::alone::in_parallel();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let shaper = slow(listener.local_addr().unwrap());
     let destination = adopted(listener.into());
@@ -178,7 +176,6 @@ fn a_session_recovers_through_the_callers_streams_after_a_cut() {
 
 #[test]
 fn a_session_changes_from_an_address_to_the_callers_streams() {
-    let _parallel = crate::alone::in_parallel();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = listener.local_addr().unwrap();
     let shaper = slow(to);
@@ -199,7 +196,6 @@ fn a_session_changes_from_an_address_to_the_callers_streams() {
 
 #[test]
 fn a_caller_that_cannot_connect_before_the_hand_over_keeps_the_vm() {
-    let _parallel = crate::alone::in_parallel();
     let destination = listen(DestinationConfig::default());
     let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);
     vm.wait_progress(50);

@@ -1,6 +1,6 @@
 //! A check of the way to a destination leaves it ready, and without a report.
 
-use crate::alone::{LeakCheck, in_parallel};
+use crate::alone::{LeakCheck, runs_in_child};
 use crate::failures_source::config;
 use crate::scripted::{LONG, assert_sentence, ends_soon};
 use crate::support::{WorkloadVm, migrate_to, receive_on, tcp};
@@ -29,6 +29,9 @@ impl Connect for Tunnel {
 /// takes a VM.
 #[test]
 fn a_checked_destination_is_ready_and_reports_nothing() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let name = format!("pageferry-check-{}", std::process::id());
     let unix = Address::unix(&std::env::temp_dir().join(name)).unwrap();
@@ -86,7 +89,6 @@ fn a_checked_destination_is_ready_and_reports_nothing() {
 
 #[test]
 fn a_check_can_be_stopped_and_says_what_failed() {
-    let _parallel = in_parallel();
     let listener = tcp();
     let route = Route::To(listener.local_addr().clone());
     let stopped = ends_soon("stopped", || check(&route, &config(1, LONG), &|| true));

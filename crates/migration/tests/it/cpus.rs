@@ -1,6 +1,6 @@
 //! The threads of a migration run on the CPUs of its configuration, and no other thread does.
 
-use crate::alone::LeakCheck;
+use crate::alone::{LeakCheck, runs_in_child};
 use crate::support::{WorkloadVm, address_of, listen, receive_on};
 use pageferry_machine::{Backing, Engine};
 use pageferry_migration::{
@@ -53,6 +53,9 @@ fn vm() -> WorkloadVm {
 
 #[test]
 fn the_threads_of_a_migration_are_pinned_and_vcpus_are_not() {
+    if runs_in_child() {
+        return;
+    }
     let _alone = LeakCheck::start();
     let all = own_cpus();
     let cpus: CpuList = all.parse().unwrap();
@@ -111,7 +114,6 @@ fn the_threads_of_a_migration_are_pinned_and_vcpus_are_not() {
 
 #[test]
 fn a_migration_on_cpus_that_are_not_there_leaves_the_vm_alone() {
-    let _parallel = crate::alone::in_parallel();
     let source = vm();
     let config = SourceConfig {
         cpus: Some("1023".parse().unwrap()),

@@ -1,6 +1,5 @@
 //! Devices whose states travel: moves under load, and refusals before anything changes.
 
-use crate::alone::in_parallel;
 use crate::failures_source::config;
 use crate::handshake_common::{Destination as Host, PLAIN};
 use crate::scripted::destination::ScriptedDestination;
@@ -333,7 +332,6 @@ fn moves(engine: Engine, times: u32) {
 
 #[test]
 fn devices_move_twenty_times_under_load_and_lose_nothing() {
-    let _parallel = in_parallel();
     moves(Engine::Soft, 20);
     if kvm_usable("devices that move") {
         moves(Engine::Kvm, 20);
@@ -342,7 +340,6 @@ fn devices_move_twenty_times_under_load_and_lose_nothing() {
 
 #[test]
 fn what_was_typed_and_not_read_travels() {
-    let _parallel = in_parallel();
     let with_console = |end: End| {
         let console = Arc::clone(end.vm.machine.console().unwrap());
         let devices = vec![Arc::clone(&console) as _];
@@ -361,7 +358,6 @@ fn what_was_typed_and_not_read_travels() {
 
 #[test]
 fn a_newer_device_takes_an_older_state() {
-    let _parallel = in_parallel();
     let here = End::empty(Engine::Soft, &[("ring.0", 2)]).boot();
     let there = End::empty(Engine::Soft, &[("ring.0", 3)]);
     let (sent, received) = move_to(&here, &there, 0);
@@ -372,7 +368,6 @@ fn a_newer_device_takes_an_older_state() {
 
 #[test]
 fn devices_that_do_not_fit_are_refused_before_the_guest_stops() {
-    let _parallel = in_parallel();
     let here = End::empty(Engine::Soft, TWO).boot();
     for (theirs, says) in [
         (
@@ -412,7 +407,6 @@ fn devices_that_do_not_fit_are_refused_before_the_guest_stops() {
 
 #[test]
 fn a_source_does_not_offer_devices_that_cannot_travel() {
-    let _parallel = in_parallel();
     for (names, says) in [
         (&[("a", 1), ("a", 1)][..], "device a is there twice"),
         (&[("", 1)][..], "has a name that cannot travel"),
@@ -433,7 +427,6 @@ fn a_source_does_not_offer_devices_that_cannot_travel() {
 
 #[test]
 fn a_device_that_fails_at_the_source_leaves_all_running_there() {
-    let _parallel = in_parallel();
     for (fault, says) in [
         (
             Fault::Pause,
@@ -468,7 +461,6 @@ fn a_device_that_fails_at_the_source_leaves_all_running_there() {
 
 #[test]
 fn the_states_of_all_devices_together_are_bounded() {
-    let _parallel = in_parallel();
     let five = [("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 1)];
     let long = |ring: &mut Ring| ring.fault = Fault::Long(MAX_DEVICE_STATE_BYTES);
     let here = End::with(Engine::Soft, &five, long).boot();
@@ -496,7 +488,6 @@ fn to_script(
 
 #[test]
 fn a_source_that_takes_its_vm_back_resumes_its_devices() {
-    let _parallel = in_parallel();
     let here = End::empty(Engine::Soft, TWO).boot();
     type Script = fn(&mut ScriptedDestination<'_>);
     let scripts: [(&str, Script); 2] = [
@@ -706,7 +697,6 @@ fn template(devices: &[(&str, u32)]) -> Template {
 
 #[test]
 fn states_that_were_not_announced_or_do_not_fit_change_no_device() {
-    let _parallel = in_parallel();
     let template = template(TWO);
     for case in CASES {
         let there = End::empty(Engine::Soft, TWO);
@@ -735,7 +725,6 @@ fn states_that_were_not_announced_or_do_not_fit_change_no_device() {
 /// The length is refused before a byte of the payload has come.
 #[test]
 fn the_length_of_all_states_is_checked_before_they_come() {
-    let _parallel = in_parallel();
     let five = [("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 1)];
     let long = vec![0; MAX_DEVICE_STATE_BYTES];
     for (announced, sent, says) in [
@@ -771,7 +760,6 @@ fn the_length_of_all_states_is_checked_before_they_come() {
 
 #[test]
 fn a_device_that_is_announced_twice_is_refused() {
-    let _parallel = in_parallel();
     let there = End::empty(Engine::Soft, &[("a", 1)]);
     let received = from_script(&template(&[("a", 1), ("a", 1)]), &there, |p| {
         p.send(&Frame::Setup(p.template.setup()));

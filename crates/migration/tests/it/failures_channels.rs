@@ -1,7 +1,7 @@
 //! A source that is no source, loses single channels, or leaves after the last page: seen by the
 //! destination.
 
-use crate::alone::LeakCheck;
+use crate::alone::{LeakCheck, runs_in_child};
 use crate::failures_destination::{
     Case, PROTOCOL, Received, Told, attempt_on, damaged, frame_of, header, told,
 };
@@ -79,6 +79,9 @@ fn template() -> Template {
 
 #[test]
 fn what_is_no_offer_is_refused_before_there_is_a_vm() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let template = template();
     for listener in [tcp, unix] {
@@ -107,6 +110,9 @@ fn what_is_no_offer_is_refused_before_there_is_a_vm() {
 /// that it is busy.
 #[test]
 fn a_session_that_says_nothing_keeps_nobody_out() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let template = template();
     let (told, strangers) = channel();
@@ -139,6 +145,9 @@ fn a_session_that_says_nothing_keeps_nobody_out() {
 /// switch-over may not.
 #[test]
 fn a_vm_is_acknowledged_before_its_memory_is_allocated() {
+    if runs_in_child() {
+        return;
+    }
     const MEMORY: u64 = 6 << 30;
     let _leaks = LeakCheck::start();
     let template = template();
@@ -222,6 +231,9 @@ fn reopen(p: &mut ScriptedSource<'_>, role: Role, placed: u64) {
 /// requests that were not answered are repeated.
 #[test]
 fn a_channel_that_is_lost_alone_is_opened_again() {
+    if runs_in_child() {
+        return;
+    }
     type Script = fn(&mut ScriptedSource<'_>, u64);
     let cases: [(&str, Script); 3] = [
         ("the urgent channel", |p, page| {
@@ -262,6 +274,9 @@ fn a_channel_that_is_lost_alone_is_opened_again() {
 
 #[test]
 fn a_source_that_falls_silent_after_go_costs_a_generation_only() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let received = attempt_on(tcp(), &template(), None, limits(2 * SHORT), |p, _, _| {
         p.start();
@@ -276,6 +291,9 @@ fn a_source_that_falls_silent_after_go_costs_a_generation_only() {
 
 #[test]
 fn what_comes_after_every_page_was_confirmed_does_not_stop_the_guest() {
+    if runs_in_child() {
+        return;
+    }
     type End = fn(&mut ScriptedSource<'_>);
     let ends: [(&str, End); 6] = [
         ("closes", |p| p.close()),
@@ -326,6 +344,9 @@ fn what_comes_after_every_page_was_confirmed_does_not_stop_the_guest() {
 
 #[test]
 fn a_page_nobody_asked_for_is_as_welcome_as_any() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let received = attempt_on(tcp(), &template(), None, limits(LONG), |p, _, _| {
         p.start();

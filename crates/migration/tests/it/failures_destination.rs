@@ -2,7 +2,7 @@
 //! it, the generation ends, and the session goes on in the next one. The guest never sees a wrong
 //! page.
 
-use crate::alone::LeakCheck;
+use crate::alone::{LeakCheck, runs_in_child};
 use crate::failures_source::hold;
 use crate::handshake_common::{PLAIN, bulk, open};
 use crate::scripted::source::{ScriptedSource, Template, WRONG, pages_frame, urgent};
@@ -742,26 +742,41 @@ const POSTCOPY: &[Case] = &[
 
 #[test]
 fn a_vm_that_does_not_fit_is_refused() {
+    if runs_in_child() {
+        return;
+    }
     discards(MISFITS);
 }
 
 #[test]
 fn a_failure_in_precopy_discards_the_vm() {
+    if runs_in_child() {
+        return;
+    }
     discards(PRECOPY);
 }
 
 #[test]
 fn a_failure_on_unix_sockets_discards_the_vm() {
+    if runs_in_child() {
+        return;
+    }
     discards_on(unix, &PRECOPY[..6]);
 }
 
 #[test]
 fn a_failure_in_switch_over_discards_the_vm() {
+    if runs_in_child() {
+        return;
+    }
     discards(SWITCH_OVER);
 }
 
 #[test]
 fn a_source_that_breaks_the_protocol_costs_a_generation_only() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     recovers(&template, None, POSTCOPY);
@@ -769,6 +784,9 @@ fn a_source_that_breaks_the_protocol_costs_a_generation_only() {
 
 #[test]
 fn it_costs_a_kvm_vm_a_generation_only_by_every_delivery() {
+    if runs_in_child() {
+        return;
+    }
     const NAME: &str = "it_costs_a_kvm_vm_a_generation_only_by_every_delivery";
     if !kvm_usable(NAME) {
         return;
@@ -784,6 +802,9 @@ fn it_costs_a_kvm_vm_a_generation_only_by_every_delivery() {
 /// A VM that is ready does not run without `Go`, after any cut.
 #[test]
 fn a_vm_never_runs_before_go() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     for cancelled in [false, true] {
@@ -821,6 +842,9 @@ fn a_vm_never_runs_before_go() {
 /// A destination that discards keeps its answer until the source has heard it.
 #[test]
 fn a_discarded_copy_is_remembered_until_the_source_knows() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     let received = attempt(&template, None, limits(LONG), |p, _, destination| {
@@ -843,6 +867,9 @@ fn a_discarded_copy_is_remembered_until_the_source_knows() {
 /// A channel that does not fit the session is refused, and the session is unharmed.
 #[test]
 fn channels_that_do_not_fit_the_session_are_refused() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     let received = attempt(&template, None, limits(LONG), |p, _, _| {

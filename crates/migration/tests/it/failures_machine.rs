@@ -1,6 +1,6 @@
 //! A machine that fails in post-copy: the VM pauses with a reason, and never counts as complete.
 
-use crate::alone::LeakCheck;
+use crate::alone::{LeakCheck, runs_in_child};
 use crate::support::{LIMIT, WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen};
 use pageferry_addr::RamPage;
 use pageferry_machine::{
@@ -219,6 +219,9 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
 
 #[test]
 fn an_installation_that_fails_pauses_the_vm() {
+    if runs_in_child() {
+        return;
+    }
     let why = ["cannot install a page: the test says so"];
     for n in [1, 2, 20] {
         fails(Engine::Soft, None, Fault::Install(n), &why);
@@ -227,6 +230,9 @@ fn an_installation_that_fails_pauses_the_vm() {
 
 #[test]
 fn an_installation_that_fails_pauses_a_kvm_vm_by_every_delivery() {
+    if runs_in_child() {
+        return;
+    }
     let name = "an_installation_that_fails_pauses_a_kvm_vm_by_every_delivery";
     if !kvm_usable(name) {
         return;
@@ -243,6 +249,9 @@ fn an_installation_that_fails_pauses_a_kvm_vm_by_every_delivery() {
 /// stopped, and the copy never counts.
 #[test]
 fn a_userfaultfd_that_is_closed_pauses_a_kvm_vm_by_every_delivery() {
+    if runs_in_child() {
+        return;
+    }
     let name = "a_userfaultfd_that_is_closed_pauses_a_kvm_vm_by_every_delivery";
     if !kvm_usable(name) {
         return;

@@ -1,7 +1,7 @@
 //! Failures of a destination that runs the guest. The source never resumes its VM for one: it opens
 //! channels again, and the session completes.
 
-use crate::alone::{LeakCheck, in_parallel};
+use crate::alone::{LeakCheck, runs_in_child};
 use crate::failures_source::{attempt, attempt_on, config};
 use crate::scripted::destination::ScriptedDestination;
 use crate::scripted::{
@@ -141,6 +141,9 @@ fn full_vm() -> WorkloadVm {
 
 #[test]
 fn a_destination_that_breaks_the_protocol_costs_a_generation_only() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     for case in CASES {
         let vm = full_vm();
@@ -161,6 +164,9 @@ fn a_destination_that_breaks_the_protocol_costs_a_generation_only() {
 
 #[test]
 fn a_lie_about_a_channel_that_ended_costs_a_generation_only() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let vm = full_vm();
     let tried = attempt(&vm, &config(0, LONG), |peer, _| {
@@ -187,6 +193,9 @@ fn a_lie_about_a_channel_that_ended_costs_a_generation_only() {
 
 #[test]
 fn a_missing_set_that_takes_back_pages_is_refused() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     for (more, says) in [(0, "that it has confirmed"), (1, "missing pages where")] {
         let vm = full_vm();
@@ -226,6 +235,9 @@ fn a_missing_set_that_takes_back_pages_is_refused() {
 
 #[test]
 fn a_wrong_count_at_the_end_is_refused() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let vm = full_vm();
     let tried = attempt(&vm, &config(0, LONG), |peer, _| {
@@ -244,6 +256,9 @@ fn a_wrong_count_at_the_end_is_refused() {
 /// The reason is the operator, or the limit, and the last loss. It is no loss that was overcome.
 #[test]
 fn a_source_that_gives_up_leaves_its_vm_paused_and_says_why() {
+    if runs_in_child() {
+        return;
+    }
     type Script = fn(&mut ScriptedDestination<'_>, &SourceSession);
     let cases: [(Script, &str); 3] = [
         (
@@ -285,6 +300,9 @@ fn a_source_that_gives_up_leaves_its_vm_paused_and_says_why() {
 
 #[test]
 fn a_destination_that_stops_reading_costs_a_generation_only() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     for listener in [tcp(), unix()] {
         let vm = full_vm();
@@ -304,6 +322,9 @@ fn a_destination_that_stops_reading_costs_a_generation_only() {
 /// A page that is requested twice, or after it was pushed, is sent once.
 #[test]
 fn a_destination_may_ask_twice_and_late() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     for listener in [tcp(), unix()] {
         let vm = full_vm();
@@ -341,6 +362,9 @@ fn a_destination_may_ask_twice_and_late() {
 
 #[test]
 fn a_long_wait_for_the_allocation_makes_another_pass() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     for late in [false, true] {
         let vm = full_vm();
@@ -368,7 +392,6 @@ fn a_long_wait_for_the_allocation_makes_another_pass() {
 /// Time limits measure silence, never totals.
 #[test]
 fn a_slow_and_healthy_link_completes() {
-    let _parallel = in_parallel();
     let source = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     source.wait_progress(64);
     source.threads.pause(LONG).unwrap();

@@ -1,7 +1,7 @@
 //! Failures of a destination, seen by the source. Before `Go`, and when the destination says that
 //! its copy was discarded, the source's VM runs on unharmed and can be migrated again.
 
-use crate::alone::LeakCheck;
+use crate::alone::{LeakCheck, runs_in_child};
 use crate::handshake_common::{Destination as Host, PLAIN};
 use crate::scripted::destination::ScriptedDestination;
 use crate::scripted::{
@@ -277,6 +277,9 @@ const HANDSHAKE: &[(&str, Answer, &str, &str)] = &[
 
 #[test]
 fn the_vm_runs_on_after_a_failed_handshake() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     let on_tcp = HANDSHAKE.iter().map(|case| (tcp(), case));
@@ -802,6 +805,9 @@ fn reseal(frame: &mut [u8]) {
 
 #[test]
 fn the_vm_runs_on_when_nobody_listens() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     let gone = tcp();
@@ -821,21 +827,33 @@ fn the_vm_runs_on_when_nobody_listens() {
 
 #[test]
 fn the_vm_runs_on_after_a_failed_setup() {
+    if runs_in_child() {
+        return;
+    }
     run(Engine::Soft, 1, SETUP);
 }
 
 #[test]
 fn the_vm_runs_on_after_a_failed_precopy() {
+    if runs_in_child() {
+        return;
+    }
     run(Engine::Soft, 2, PRECOPY);
 }
 
 #[test]
 fn the_vm_runs_on_after_a_failed_switch_over() {
+    if runs_in_child() {
+        return;
+    }
     run(Engine::Soft, 2, SWITCH_OVER);
 }
 
 #[test]
 fn the_vm_runs_on_after_failures_on_unix_sockets() {
+    if runs_in_child() {
+        return;
+    }
     run_on(unix, Engine::Soft, 1, &SETUP[..1]);
     run_on(unix, Engine::Soft, 1, &DISCARDED[..3]);
     run_on(unix, Engine::Soft, 1, &CANCEL[3..]);
@@ -843,6 +861,9 @@ fn the_vm_runs_on_after_failures_on_unix_sockets() {
 
 #[test]
 fn a_cancel_ends_a_handshake_that_the_destination_does_not_answer() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     let listener = tcp();
@@ -859,16 +880,25 @@ fn a_cancel_ends_a_handshake_that_the_destination_does_not_answer() {
 
 #[test]
 fn the_vm_runs_on_if_the_destination_has_discarded_its_copy() {
+    if runs_in_child() {
+        return;
+    }
     run(Engine::Soft, 2, DISCARDED);
 }
 
 #[test]
 fn the_vm_runs_on_after_a_cancel_and_the_destination_is_told() {
+    if runs_in_child() {
+        return;
+    }
     run(Engine::Soft, 2, CANCEL);
 }
 
 #[test]
 fn a_kvm_vm_runs_on_too() {
+    if runs_in_child() {
+        return;
+    }
     if !kvm_usable("a_kvm_vm_runs_on_too") {
         return;
     }
@@ -879,6 +909,9 @@ fn a_kvm_vm_runs_on_too() {
 
 #[test]
 fn a_cancel_before_the_start_moves_nothing() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     let listener = tcp();
@@ -904,6 +937,9 @@ fn a_cancel_before_the_start_moves_nothing() {
 
 #[test]
 fn the_vm_runs_on_when_the_destination_stops_reading() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     vm.wait_progress(vm.workload.memory_map().share_pages());
@@ -918,6 +954,9 @@ fn the_vm_runs_on_when_the_destination_stops_reading() {
 
 #[test]
 fn the_reason_is_told_even_if_the_destination_gives_up_while_it_is_sent_pages() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     vm.wait_progress(vm.workload.memory_map().share_pages());
@@ -937,6 +976,9 @@ fn the_reason_is_told_even_if_the_destination_gives_up_while_it_is_sent_pages() 
 /// The destination's last words may come late: until then the source's VM stands still.
 #[test]
 fn a_source_that_has_said_go_waits_for_the_destinations_word() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     let threads = &vm.threads;

@@ -1,7 +1,6 @@
 #![expect(unsafe_code, reason = "adopts memory")]
 //! Moves a running VM between kinds of memory, on both engines, without losing a byte.
 
-use crate::alone::in_parallel;
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::support::{
     LIMIT, WorkloadVm, address_of, kvm_usable, listen, migrate_to, move_vm, move_vm_to, receive_as,
@@ -110,7 +109,6 @@ fn comes_back(engine: Engine) {
 
 #[test]
 fn complete_ranges_become_huge_pages_while_other_pages_are_missing() {
-    let _parallel = in_parallel();
     for (engine, delivery) in engines("huge pages in post-copy") {
         let template = Template::new(engine, 1, 16 * MIB);
         let held = *template.missing.last().unwrap();
@@ -163,7 +161,6 @@ fn makes_huge_pages(vm: &WorkloadVm) -> bool {
 
 #[test]
 fn the_memory_of_a_moved_vm_becomes_huge_pages_again() {
-    let _parallel = in_parallel();
     comes_back(Engine::Soft);
     if kvm_usable("the_memory_of_a_moved_vm_becomes_huge_pages_again") {
         comes_back(Engine::Kvm);
@@ -172,14 +169,12 @@ fn the_memory_of_a_moved_vm_becomes_huge_pages_again() {
 
 #[test]
 fn a_soft_vm_moves_between_backings() {
-    let _parallel = in_parallel();
     let _host = (HugePages::at_least(LARGES), AdvisedHugePages::new());
     move_to_each(Engine::Soft);
 }
 
 #[test]
 fn a_kvm_vm_moves_between_backings() {
-    let _parallel = in_parallel();
     if !kvm_usable("a_kvm_vm_moves_between_backings") {
         return;
     }
@@ -223,7 +218,6 @@ fn adopted(engine: Engine) -> WorkloadVm {
 
 #[test]
 fn a_vm_moves_between_memories_that_its_vmm_has_made() {
-    let _parallel = in_parallel();
     let high = Gpa((4 << 30) + 5000);
     for (engine, delivery) in engines("memory of a VMM") {
         for passes in [0, 1] {

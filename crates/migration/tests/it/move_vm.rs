@@ -61,7 +61,6 @@ fn run_from(source: WorkloadVm, case: &Case) {
 
 #[test]
 fn a_soft_vm_moves_with_and_without_precopy() {
-    let _parallel = crate::alone::in_parallel();
     for passes in [0, 1, 3] {
         run(&Case {
             engine: Engine::Soft,
@@ -79,7 +78,6 @@ fn a_soft_vm_moves_with_and_without_precopy() {
 /// First come, first served: the bulk channels carry the requested pages too.
 #[test]
 fn a_vm_moves_with_its_requested_pages_in_order() {
-    let _parallel = crate::alone::in_parallel();
     for bulk_channels in [1, 3] {
         let source = WorkloadVm::booted(Engine::Soft, 2, 16 * MIB);
         source.wait_progress(64);
@@ -104,7 +102,6 @@ fn a_vm_moves_with_its_requested_pages_in_order() {
 
 #[test]
 fn a_kvm_vm_moves_by_every_delivery() {
-    let _parallel = crate::alone::in_parallel();
     const NAME: &str = "a_kvm_vm_moves_by_every_delivery";
     if !kvm_usable(NAME) {
         return;
@@ -159,7 +156,6 @@ fn a_kvm_vm_moves_with_dirty_rings() {
 
 #[test]
 fn a_kvm_vm_moves_by_several_userfaultfds_and_readers() {
-    let _parallel = crate::alone::in_parallel();
     const NAME: &str = "a_kvm_vm_moves_by_several_userfaultfds_and_readers";
     if !kvm_usable(NAME) {
         return;
@@ -184,7 +180,6 @@ fn a_kvm_vm_moves_by_several_userfaultfds_and_readers() {
 
 #[test]
 fn a_vm_moves_on_again_from_where_it_came() {
-    let _parallel = crate::alone::in_parallel();
     let source = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     source.wait_progress(32);
     let first = move_vm(
@@ -251,7 +246,6 @@ fn moved_sparse(passes: u32) -> Option<crate::support::Moved> {
 
 #[test]
 fn a_sparse_vm_stays_sparse_on_both_sides() {
-    let _parallel = crate::alone::in_parallel();
     for passes in [0, 1] {
         let moved = (0..50)
             .find_map(|_| moved_sparse(passes))

@@ -93,7 +93,6 @@ fn written() -> WorkloadVm {
 
 #[test]
 fn a_guest_faster_than_the_link_is_told_within_three_passes() {
-    let _parallel = crate::alone::in_parallel();
     let vm = written();
     let (sent, seen) = moved(&vm, Some(16 * MIB), Switch::Auto.into(), |_| {});
     let sent = sent.unwrap();
@@ -115,7 +114,6 @@ fn a_guest_faster_than_the_link_is_told_within_three_passes() {
 
 #[test]
 fn a_guest_that_dirties_nothing_converges_without_a_word() {
-    let _parallel = crate::alone::in_parallel();
     let vm = written();
     vm.threads.pause(LIMIT).unwrap();
     let (sent, seen) = moved(&vm, Some(64 * MIB), Switch::Auto.into(), |_| {});
@@ -129,7 +127,6 @@ fn a_guest_that_dirties_nothing_converges_without_a_word() {
 
 #[test]
 fn an_operator_chooses_the_switch_over_and_idle_passes_are_rare() {
-    let _parallel = crate::alone::in_parallel();
     let vm = written();
     vm.threads.pause(LIMIT).unwrap();
     let (sent, seen) = moved(&vm, None, Switch::Manual.into(), |session| {
@@ -156,7 +153,6 @@ fn an_operator_chooses_the_switch_over_and_idle_passes_are_rare() {
 
 #[test]
 fn a_pass_ends_in_the_middle_when_the_operator_says_now() {
-    let _parallel = crate::alone::in_parallel();
     let vm = written();
     // The pass would take 8 s.
     let settings = Settings {
@@ -193,7 +189,6 @@ fn a_pass_ends_in_the_middle_when_the_operator_says_now() {
 
 #[test]
 fn a_blackout_above_its_limit_holds_the_switch_over_back() {
-    let _parallel = crate::alone::in_parallel();
     let vm = written();
     vm.threads.pause(LIMIT).unwrap();
     let settings = Settings {
@@ -217,7 +212,6 @@ fn a_blackout_above_its_limit_holds_the_switch_over_back() {
 
 #[test]
 fn limits_hold_and_change_meanwhile() {
-    let _parallel = crate::alone::in_parallel();
     let vm = written();
     vm.threads.pause(LIMIT).unwrap();
     let settings = Settings {
@@ -241,7 +235,6 @@ fn limits_hold_and_change_meanwhile() {
 
 #[test]
 fn a_limit_of_the_push_leaves_urgent_pages_alone() {
-    let _parallel = crate::alone::in_parallel();
     let vm = written();
     let settings = Settings {
         max_postcopy_bandwidth: Some(MIB),

@@ -5,7 +5,6 @@
 //!
 //! `PAGEFERRY_RECORD=1 cargo test -p pageferry-migration --test it recorded`
 
-use crate::alone::in_parallel;
 use crate::scripted::source::pages_frame;
 use crate::support::{WorkloadVm, address_of, listen, receive_as};
 use crate::wire_common::encode;
@@ -248,7 +247,6 @@ fn check_urgent(mut rest: &[u8], from: Side) -> BTreeSet<&'static str> {
 
 #[test]
 fn a_recorded_stream_of_this_version_is_understood() {
-    let _parallel = in_parallel();
     if std::env::var_os("PAGEFERRY_RECORD").is_some() {
         write(&recorded());
     }

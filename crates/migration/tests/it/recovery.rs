@@ -11,7 +11,7 @@ use pageferry_migration::{
     migrate,
 };
 use pageferry_testkit::shaper::{Plan, Schedule, Shaper, Way, Which};
-use pageferry_testkit::wait_until;
+use pageferry_testkit::{seeds, wait_until};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -158,7 +158,6 @@ fn slow() -> Plan {
 
 #[test]
 fn a_vm_survives_the_loss_of_all_channels_again_and_again() {
-    let _parallel = crate::alone::in_parallel();
     let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
     vm.wait_progress(3000);
     let ends = moved(&vm, &source_config(), slow(), |stage| {
@@ -180,7 +179,6 @@ fn a_vm_survives_the_loss_of_all_channels_again_and_again() {
 
 #[test]
 fn one_lost_channel_leaves_the_others_working() {
-    let _parallel = crate::alone::in_parallel();
     let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
     vm.wait_progress(3000);
     // A busy host must not look like a silent link.
@@ -203,7 +201,6 @@ fn one_lost_channel_leaves_the_others_working() {
 
 #[test]
 fn a_silent_link_is_noticed_and_left() {
-    let _parallel = crate::alone::in_parallel();
     let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
     vm.wait_progress(3000);
     let ends = moved(&vm, &source_config(), slow(), |stage| {
@@ -232,7 +229,6 @@ fn a_silent_link_is_noticed_and_left() {
 
 #[test]
 fn another_way_is_given_while_the_first_is_gone() {
-    let _parallel = crate::alone::in_parallel();
     let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
     vm.wait_progress(3000);
     let ends = moved(&vm, &source_config(), slow(), |stage| {
@@ -254,7 +250,6 @@ fn another_way_is_given_while_the_first_is_gone() {
 
 #[test]
 fn a_vm_of_kvm_survives_the_loss_of_all_channels() {
-    let _parallel = crate::alone::in_parallel();
     const NAME: &str = "a_vm_of_kvm_survives_the_loss_of_all_channels";
     if !crate::support::kvm_usable(NAME) {
         return;
@@ -273,7 +268,6 @@ fn a_vm_of_kvm_survives_the_loss_of_all_channels() {
 
 #[test]
 fn a_vm_that_waits_for_go_never_runs_twice() {
-    let _parallel = crate::alone::in_parallel();
     // Cuts at many points of the switch-over: either the source keeps the VM, or it is moved whole.
     let (mut kept, mut moved_whole) = (0, 0);
     for cut in 0..12 {
@@ -330,19 +324,17 @@ fn play(seed: u64) {
     }
 }
 
-/// Runs a hundred seeded schedules, or as many as `PAGEFERRY_SCHEDULES` says.
+/// Runs a hundred seeded schedules, or those of `PAGEFERRY_SCHEDULES`.
 #[test]
 fn seeded_schedules_of_faults_lose_no_page() {
-    let _parallel = crate::alone::in_parallel();
-    let variable = std::env::var("PAGEFERRY_SCHEDULES");
-    let seeds: u64 = variable.map_or(100, |text| text.parse().expect("a number"));
-    let next = AtomicU64::new(0);
+    let seeds = seeds("PAGEFERRY_SCHEDULES", 100);
+    let next = AtomicU64::new(seeds.start);
     std::thread::scope(|scope| {
         for _ in 0..SCHEDULES_AT_ONCE {
             scope.spawn(|| {
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if seed >= seeds {
+                    if seed >= seeds.end {
                         return;
                     }
                     play(seed);
@@ -354,7 +346,6 @@ fn seeded_schedules_of_faults_lose_no_page() {
 
 #[test]
 fn a_vm_moves_over_tls_and_survives_losses() {
-    let _parallel = crate::alone::in_parallel();
     let authority = Authority::new("CA");
     let side = authority.issue(&["localhost"], Validity::Now);
     let files = side.files(Some("localhost"));
@@ -381,7 +372,6 @@ fn a_vm_moves_over_tls_and_survives_losses() {
 
 #[test]
 fn a_destination_of_another_ca_gets_no_vm() {
-    let _parallel = crate::alone::in_parallel();
     let files = |authority: &Authority| authority.issue(&["localhost"], Validity::Now);
     let (ours, theirs) = (
         files(&Authority::new("ours")),
@@ -407,7 +397,6 @@ fn a_destination_of_another_ca_gets_no_vm() {
 
 #[test]
 fn an_operator_ends_a_session_whose_other_side_is_gone() {
-    let _parallel = crate::alone::in_parallel();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 16 * MIB);
     vm.wait_progress(2000);
     let ends = moved(&vm, &source_config(), slow(), |stage| {
@@ -447,7 +436,6 @@ fn an_operator_ends_a_session_whose_other_side_is_gone() {
 
 #[test]
 fn an_operator_who_knows_better_resumes_the_vm_at_the_source() {
-    let _parallel = crate::alone::in_parallel();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 16 * MIB);
     vm.wait_progress(2000);
     let ends = moved(&vm, &source_config(), slow(), |stage| {
@@ -466,7 +454,6 @@ fn an_operator_who_knows_better_resumes_the_vm_at_the_source() {
 
 #[test]
 fn a_vm_that_lacks_no_page_stays_whole_when_its_source_is_gone() {
-    let _parallel = crate::alone::in_parallel();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);
     vm.wait_progress(500);
     let ends = moved(&vm, &source_config(), slow(), |stage| {

@@ -200,7 +200,6 @@ fn median(figures: &[Figures], get: impl Fn(&Figures) -> f64) -> f64 {
 #[test]
 #[ignore = "measures: PAGEFERRY_FIGURES=15 on an idle machine, in an optimised build"]
 fn a_reset_of_all_channels_costs_little() {
-    let _parallel = crate::alone::in_parallel();
     let runs = std::env::var("PAGEFERRY_FIGURES");
     let runs: u32 = runs.map_or(1, |text| text.parse().expect("a number"));
     let figures: Vec<Figures> = (0..runs).map(|_| measure()).collect();

@@ -1,6 +1,6 @@
 //! A session leaves nothing to the next one, and a supervisor that panics leaves no thread.
 
-use crate::alone::{LeakCheck, in_parallel};
+use crate::alone::{LeakCheck, runs_in_child};
 use crate::failures_source::{config, hold};
 use crate::handshake_common::{Destination as Host, PLAIN};
 use crate::scripted::destination::ScriptedDestination;
@@ -36,7 +36,6 @@ fn vm() -> WorkloadVm {
 
 #[test]
 fn a_destination_that_is_given_up_between_sessions_takes_the_next_source() {
-    let _parallel = in_parallel();
     let destination = listen(DestinationConfig::default());
     for _ in 0..2 {
         destination.give_up();
@@ -56,7 +55,6 @@ fn a_destination_that_is_given_up_between_sessions_takes_the_next_source() {
 
 #[test]
 fn commands_that_come_too_late_have_no_effect_on_the_next_migration() {
-    let _parallel = in_parallel();
     let session = SourceSession::new().unwrap();
     let too_late = InPhase(|phase| {
         if phase == Phase::Completed {
@@ -98,6 +96,9 @@ fn assert_panics<T>(name: &str, thread: ScopedJoinHandle<'_, T>) {
 
 #[test]
 fn a_source_that_panics_closes_its_channels() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let source = vm();
     let host = Host::with_limit(PLAIN, PATIENCE);
@@ -123,6 +124,9 @@ fn a_source_that_panics_closes_its_channels() {
 
 #[test]
 fn a_destination_that_panics_closes_its_channels() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 4 * MIB);
     let destination = listen(DestinationConfig {

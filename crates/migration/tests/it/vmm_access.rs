@@ -1,7 +1,6 @@
 //! The VMM's own accesses to the memory of a VM that moves, on both engines and by every fault
 //! delivery.
 
-use crate::alone::in_parallel;
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::scripted::{SOON, ends_soon};
 use crate::support::{
@@ -171,7 +170,6 @@ fn move_beside_vmm_threads(
 
 #[test]
 fn vmm_threads_find_and_change_every_byte_of_a_vm_that_moves() {
-    let _parallel = in_parallel();
     for (engine, delivery) in engines("VMM threads beside a move") {
         for passes in [0, 2] {
             move_beside_vmm_threads(engine, Backing::Shmem, delivery, passes);
@@ -228,7 +226,6 @@ fn start_and_answer_until(peer: &mut ScriptedSource<'_>, page: u64) {
 
 #[test]
 fn a_vmm_thread_that_waits_for_a_page_ends_its_wait_when_the_vm_is_paused() {
-    let _parallel = in_parallel();
     for (engine, delivery) in engines("a VMM thread's wait and a pause") {
         let template = &Template::new(engine, 1, 8 * MIB);
         let page = template.missing[template.missing.len() / 2];
@@ -279,7 +276,6 @@ fn a_vmm_thread_that_waits_for_a_page_ends_its_wait_when_the_vm_is_paused() {
 
 #[test]
 fn a_session_that_ends_is_an_error_for_a_vmm_thread_that_waits_and_for_the_next() {
-    let _parallel = in_parallel();
     for (engine, delivery) in engines("a VMM thread's wait and the end of a session") {
         let template = Template::new(engine, 1, 8 * MIB);
         let page = RamPage(template.missing[template.missing.len() / 2]);
@@ -324,7 +320,6 @@ fn a_session_that_ends_is_an_error_for_a_vmm_thread_that_waits_and_for_the_next(
 
 #[test]
 fn the_memory_of_a_discarded_vm_is_never_accessed() {
-    let _parallel = in_parallel();
     for (engine, delivery) in engines("a discarded VM") {
         let template = Template::new(engine, 1, 8 * MIB);
         let script = |peer: &mut ScriptedSource<'_>| {

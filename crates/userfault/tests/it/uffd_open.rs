@@ -65,7 +65,8 @@ fn what_the_kernel_lacks_is_named() {
 #[test]
 fn without_any_privilege_the_error_says_what_to_do() {
     if !getuid().is_root() {
-        return println!("SKIPPED: dropping privileges needs root");
+        skip("root", "dropping privileges needs root");
+        return;
     }
     let nobody = Uid::from_raw(65534);
     let (opened, support) = apart(|| {
@@ -77,14 +78,21 @@ fn without_any_privilege_the_error_says_what_to_do() {
         )
     });
     if support.unprivileged_sysctl == Some(true) {
-        return println!("SKIPPED: vm.unprivileged_userfaultfd=1 lets everybody");
+        skip(
+            "restricted-uffd",
+            "vm.unprivileged_userfaultfd=1 lets everybody",
+        );
+        return;
     }
     match opened {
         Err(OpenError::NotPermitted { syscall, device }) => {
             assert_eq!(syscall, Errno::PERM);
             assert!(matches!(device, Errno::ACCESS | Errno::NOENT), "{device}");
         }
-        Ok(()) => return println!("SKIPPED: /dev/userfaultfd is open to everybody"),
+        Ok(()) => {
+            skip("restricted-uffd", "/dev/userfaultfd is open to everybody");
+            return;
+        }
         Err(other) => panic!("{other}"),
     }
     assert_eq!(support.usable, opened);
@@ -99,7 +107,8 @@ fn without_any_privilege_the_error_says_what_to_do() {
 #[test]
 fn without_the_capability_the_device_serves() {
     if !getuid().is_root() || rustix::fs::stat("/dev/userfaultfd").is_err() {
-        return println!("SKIPPED: needs root and /dev/userfaultfd");
+        skip("root", "this needs root and /dev/userfaultfd");
+        return;
     }
     let opened = apart(|| {
         let mut sets = capabilities(None).unwrap();
@@ -111,7 +120,11 @@ fn without_the_capability_the_device_serves() {
         )
     });
     if opened.0.unprivileged_sysctl == Some(true) {
-        return println!("SKIPPED: vm.unprivileged_userfaultfd=1 lets everybody");
+        skip(
+            "restricted-uffd",
+            "vm.unprivileged_userfaultfd=1 lets everybody",
+        );
+        return;
     }
     assert_eq!(opened.0.opened_by, Some(OpenedBy::Device));
     assert!(opened.0.serves(Features::MISSING_SHMEM));

@@ -16,15 +16,6 @@ fn assert_safe(name: &str, config: Config) {
     }
 }
 
-/// Whether the large searches are wanted: minutes, and gigabytes of memory.
-fn large() -> bool {
-    let wanted = std::env::var_os("PAGEFERRY_LARGE_MODEL").is_some();
-    if !wanted {
-        println!("SKIPPED: set PAGEFERRY_LARGE_MODEL=1 for this search");
-    }
-    wanted
-}
-
 #[test]
 fn channels_and_control_are_lost_and_sides_fail() {
     assert_safe("one bulk, one urgent, failures", Config::SMALL);
@@ -72,31 +63,28 @@ const LARGE: Config = Config {
 };
 
 #[test]
+#[ignore = "minutes and gigabytes: .ci/slow runs it"]
 fn large_with_one_bulk_and_one_urgent_channel() {
-    if large() {
-        assert_safe("large, one bulk, one urgent", LARGE);
-    }
+    assert_safe("large, one bulk, one urgent", LARGE);
 }
 
 #[test]
+#[ignore = "minutes and gigabytes: .ci/slow runs it"]
 fn large_with_two_bulk_channels() {
-    if large() {
-        let config = Config {
-            lanes: TWO_BULK,
-            ..LARGE
-        };
-        assert_safe("large, two bulk", config);
-    }
+    let config = Config {
+        lanes: TWO_BULK,
+        ..LARGE
+    };
+    assert_safe("large, two bulk", config);
 }
 
 #[test]
+#[ignore = "minutes and gigabytes: .ci/slow runs it"]
 fn large_with_failures() {
-    if large() {
-        let config = Config {
-            pages: 2,
-            failures: true,
-            ..LARGE
-        };
-        assert_safe("large, failures", config);
-    }
+    let config = Config {
+        pages: 2,
+        failures: true,
+        ..LARGE
+    };
+    assert_safe("large, failures", config);
 }
