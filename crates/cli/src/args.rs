@@ -5,10 +5,12 @@ use crate::control::change::ChangeOptions;
 use crate::control::options::{MigrateOptions, TlsOptions};
 use crate::exit::TABLE;
 use crate::{rate, size};
+use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
 use pageferry_migration::{CpuList, Limits, Settings, SourceConfig, Switch};
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
 use tracing::level_filters::LevelFilter;
@@ -24,7 +26,7 @@ const EXIT_CODES: &str = "`pageferry help exit-codes` says what the exit codes m
 #[command(name = "pageferry", version, after_help = EXIT_CODES, propagate_version = true)]
 pub(crate) struct Cli {
     /// Log to stderr, with times: off, error, warn, info or debug [default: PAGEFERRY_LOG, or warn]
-    #[arg(long, global = true, value_name = "LEVEL", value_parser = crate::log::level)]
+    #[arg(long, global = true, value_name = "LEVEL", value_parser = Closed::of(&["off", "error", "warn", "info", "debug"], crate::log::level), hide_possible_values = true)]
     pub(crate) log: Option<LevelFilter>,
     /// The command.
     #[command(subcommand)]
@@ -68,6 +70,12 @@ pub(crate) enum Command {
     /// and the VM runs on at the source.
     #[command(after_help = EXIT_CODES)]
     Migrate(MigrateArgs),
+    /// List the VMs of this user on this host, and what they do
+    ///
+    /// It shows those whose control sockets are in the user's directory: VMs that were started
+    /// without --control.
+    #[command(after_help = EXIT_CODES)]
+    List(ListArgs),
     /// Say what a VM on this host is doing
     #[command(after_help = EXIT_CODES)]
     Status(StatusArgs),
@@ -139,6 +147,55 @@ pub(crate) struct ManArgs {
     /// The command, such as `migrate` or `bench link`; without one, pageferry itself
     #[arg(value_name = "COMMAND")]
     pub(crate) command: Vec<String>,
+    /// Write the pages of all commands into this directory
+    #[arg(long, value_name = "DIR", conflicts_with = "command")]
+    pub(crate) all: Option<PathBuf>,
+}
+
+/// The kinds of memory behind a guest.
+const BACKINGS: &[&str] = &[
+    "shmem",
+    "shmem-thp",
+    "hugetlb-2m",
+    "hugetlb-1g",
+    "anonymous",
+];
+
+/// A parser of a closed list, whose values completions offer. The errors are those of `parse`.
+#[derive(Clone, Copy)]
+struct Closed<T> {
+    values: &'static [&'static str],
+    parse: fn(&str) -> Result<T, String>,
+}
+
+impl<T> Closed<T> {
+    const fn of(values: &'static [&'static str], parse: fn(&str) -> Result<T, String>) -> Self {
+        Self { values, parse }
+    }
+}
+
+impl<T: Clone + Send + Sync + 'static> TypedValueParser for Closed<T> {
+    type Value = T;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<T, clap::Error> {
+        self.parse.parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(
+            self.values.iter().map(|value| PossibleValue::new(*value)),
+        ))
+    }
+}
+
+/// Takes any text. The words of `--switch` are parsed together.
+fn any(text: &str) -> Result<String, String> {
+    Ok(text.to_owned())
 }
 
 /// The size of a machine and its engine.
@@ -153,7 +210,7 @@ pub(crate) struct MachineArgs {
     pub(crate) memory: u64,
     /// Engine: kvm, soft (our own hypervisor, without /dev/kvm or privileges), or auto (kvm if a
     /// probe VM runs here, else soft)
-    #[arg(long, default_value = "auto", value_name = "auto|kvm|soft")]
+    #[arg(long, default_value = "auto", value_name = "auto|kvm|soft", value_parser = Closed::of(&["auto", "kvm", "soft"], str::parse::<EngineChoice>), hide_possible_values = true)]
     pub(crate) engine: EngineChoice,
 }
 
@@ -166,7 +223,9 @@ pub(crate) struct BackingArgs {
     #[arg(
         long,
         default_value_t,
-        value_name = "shmem|shmem-thp|hugetlb-2m|hugetlb-1g|anonymous"
+        value_name = "shmem|shmem-thp|hugetlb-2m|hugetlb-1g|anonymous",
+        value_parser = Closed::of(BACKINGS, str::parse::<Backing>),
+        hide_possible_values = true
     )]
     pub(crate) backing: Backing,
 }
@@ -192,7 +251,7 @@ const DELIVERIES: &str = "expected auto, exit (soft engine), userfault, poison, 
 pub(crate) struct DeliveryArgs {
     /// How faults on missing pages are delivered: exit (soft engine); poison (exits, KVM on Linux
     /// 6.6), minor or missing (userfaultfd) on KVM; auto takes the best that this host has
-    #[arg(long, default_value = "auto", value_name = "auto|exit|userfault|poison|minor|missing", value_parser = delivery)]
+    #[arg(long, default_value = "auto", value_name = "auto|exit|userfault|poison|minor|missing", value_parser = Closed::of(&["auto", "exit", "userfault", "poison", "minor", "missing"], delivery), hide_possible_values = true)]
     pub(crate) delivery: DeliveryChoice,
     /// userfaultfds that serve KVM guests' faults; each has an equal part of guest memory, 2 MiB at
     /// least
@@ -247,7 +306,7 @@ fn time_limit(text: &str) -> Result<Limit<Duration>, String> {
 pub(crate) struct ChangeArgs {
     /// The end of pre-copy: auto (when little is left, or when passes do not help), after-passes N
     /// (--precopy-passes N does the same), manual (when `pageferry set` says so), or now
-    #[arg(long, value_name = "auto|after-passes N|manual|now", num_args = 1..=2)]
+    #[arg(long, value_name = "auto|after-passes N|manual|now", num_args = 1..=2, value_parser = Closed::of(&["auto", "after-passes", "manual", "now"], any), hide_possible_values = true)]
     pub(crate) switch: Vec<String>,
     /// With --switch auto: no switch-over while the expected blackout is longer, such as 50ms, or
     /// none
@@ -445,7 +504,7 @@ pub(crate) struct DemoArgs {
     pub(crate) source: SourceArgs,
     /// The end of pre-copy: auto (when little is left, or when passes do not help), after-passes N
     /// (--precopy-passes N does the same), or now
-    #[arg(long, value_name = "auto|after-passes N|now", num_args = 1..=2)]
+    #[arg(long, value_name = "auto|after-passes N|now", num_args = 1..=2, value_parser = Closed::of(&["auto", "after-passes", "now"], any), hide_possible_values = true)]
     pub(crate) switch: Vec<String>,
     /// Print the result as one JSON object
     #[arg(long)]
@@ -508,11 +567,22 @@ pub(crate) struct RunArgs {
     pub(crate) kernel: KernelArgs,
     #[command(flatten)]
     pub(crate) backing: BackingArgs,
-    /// Path of the control socket (mode 0600) for migrate, watch, status, quit and so on
-    #[arg(long, value_name = "SOCKET")]
-    pub(crate) control: PathBuf,
+    #[command(flatten)]
+    pub(crate) place: PlaceArgs,
     #[command(flatten)]
     pub(crate) metrics: MetricsArgs,
+}
+
+/// The place of a VM's control socket.
+#[derive(Debug, Args)]
+pub(crate) struct PlaceArgs {
+    /// Path of the control socket (mode 0600) for migrate, watch, status, quit and so on [default:
+    /// by the VM's name, in the directory pageferry of $XDG_RUNTIME_DIR, or of /run for root]
+    #[arg(long, value_name = "SOCKET", conflicts_with = "name")]
+    pub(crate) control: Option<PathBuf>,
+    /// The VM's name, for --vm of other commands [default: vm- and the process id]
+    #[arg(long, value_name = "NAME", value_parser = crate::sockets::name)]
+    pub(crate) name: Option<String>,
 }
 
 /// Linux instead of the test program.
@@ -573,9 +643,8 @@ pub(crate) struct ReceiveArgs {
     /// Listen on the socket that systemd's socket activation hands over (LISTEN_FDS, LISTEN_PID)
     #[arg(long)]
     pub(crate) activated: bool,
-    /// Path of the VM's control socket (mode 0600)
-    #[arg(long, value_name = "SOCKET")]
-    pub(crate) control: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) place: PlaceArgs,
     #[command(flatten)]
     pub(crate) metrics: MetricsArgs,
     #[command(flatten)]
@@ -669,12 +738,21 @@ pub(crate) struct StatusArgs {
     pub(crate) json: bool,
 }
 
-/// The VM, by its control socket.
+/// The VM, by its name or its control socket.
 #[derive(Debug, Args)]
 pub(crate) struct VmArgs {
-    /// The VM's control socket
-    #[arg(long = "vm", value_name = "SOCKET")]
-    pub(crate) socket: PathBuf,
+    /// The VM: its name, as `pageferry list` shows it, or the path of its control socket [default:
+    /// the only VM of this user]
+    #[arg(long, value_name = "NAME|SOCKET")]
+    pub(crate) vm: Option<PathBuf>,
+}
+
+/// `pageferry list`.
+#[derive(Debug, Args)]
+pub(crate) struct ListArgs {
+    /// Print it as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// `pageferry probe`.

@@ -7,7 +7,7 @@
 //!
 //! **Mechanism.** [`args`] parses the flags once. [`vm`] is a machine, its threads and its guest
 //! program. [`run`] and [`receive`] own a VM ([`host`]) and serve its control socket ([`control`]);
-//! [`migrate`] and [`status`] are its clients. [`metrics`] serves its figures to Prometheus.
+//! [`migrate`] and [`status`] are its clients, and find it by [`sockets`]. [`metrics`] serves its figures to Prometheus.
 //! [`demo`] is a source that starts its destination. [`report`] shows the record of a migration as
 //! a table, JSON or HTML. [`probe`] tests the host.
 //!
@@ -46,6 +46,7 @@ mod scratch;
 mod set;
 mod signals;
 mod size;
+mod sockets;
 mod status;
 mod vm;
 mod wall_clock;
@@ -80,6 +81,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Run(args) => run::run(args, &interrupts),
         Command::Receive(args) => receive::receive(args, &interrupts),
         Command::Migrate(args) => migrate::migrate(args, &interrupts),
+        Command::List(args) => sockets::list(args, &interrupts),
         Command::Status(args) => status::status(args, &interrupts),
         Command::Watch(args) => watch::watch(args, &interrupts),
         Command::Pause(args) => status::pause(args, &interrupts),

@@ -12,11 +12,20 @@ pub(crate) fn completions(args: &CompletionArgs) {
     output::result(&String::from_utf8_lossy(&script));
 }
 
-/// Prints a manual page.
+/// Prints a manual page, or writes all of them.
 ///
 /// # Errors
-/// [`Exit::Usage`] for an unknown command.
+/// [`Exit::Usage`] for an unknown command, or a directory that cannot be written.
 pub(crate) fn man(args: &ManArgs) -> Result<(), Failure> {
+    if let Some(directory) = &args.all {
+        return clap_mangen::generate_to(Cli::command(), directory).map_err(|why| {
+            let directory = directory.display();
+            Failure::new(
+                Exit::Usage,
+                format!("cannot write manual pages into {directory}: {why}"),
+            )
+        });
+    }
     output::result(&page(&args.command)?);
     Ok(())
 }
@@ -78,6 +87,43 @@ mod tests {
         assert!(pages >= 14, "{pages}");
         let failure = page(&["fly".to_owned()]).expect_err("no such command");
         assert_eq!(failure.exit, Exit::Usage);
+    }
+
+    #[test]
+    fn the_set_has_a_page_of_every_command() {
+        let scratch = crate::scratch::ScratchDir::new().expect("a directory");
+        let all = |dir: &std::path::Path| {
+            man(&ManArgs {
+                command: Vec::new(),
+                all: Some(dir.to_owned()),
+            })
+        };
+        all(scratch.path()).expect("pages");
+        each(
+            &Cli::command(),
+            &["pageferry".to_owned()],
+            &mut |words, _| {
+                let page = scratch.path().join(format!("{}.1", words.join("-")));
+                assert!(page.is_file(), "{}", page.display());
+            },
+        );
+        let failure = all(&scratch.path().join("nowhere")).expect_err("no directory");
+        assert_eq!(failure.exit, Exit::Usage);
+    }
+
+    #[test]
+    fn completions_offer_the_values_of_closed_lists() {
+        use clap::ValueEnum;
+        for shell in clap_complete::Shell::value_variants() {
+            let mut script = Vec::new();
+            clap_complete::generate(*shell, &mut Cli::command(), "pageferry", &mut script);
+            let script = String::from_utf8(script).expect("text");
+            // Elvish and PowerShell complete no values of flags.
+            let values = matches!(shell.to_string().as_str(), "bash" | "zsh" | "fish");
+            for value in ["hugetlb-1g", "userfault", "after-passes", "kvm"] {
+                assert!(!values || script.contains(value), "{shell}: {value}");
+            }
+        }
     }
 
     #[test]

@@ -29,7 +29,7 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
     if args.check {
         return check(args, interrupts);
     }
-    let path = &args.vm.socket;
+    let path = &args.vm.path()?;
     let mut client = Client::connect(path)?;
     let request = Request::Migrate {
         to: args.to.to_string(),
@@ -100,7 +100,7 @@ fn check(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         to: args.to.to_string(),
         options: Box::new(options(args)),
     };
-    let answer = ask(&args.vm.socket, &request, CHECK_LIMIT, interrupts)?;
+    let answer = ask(&args.vm.path()?, &request, CHECK_LIMIT, interrupts)?;
     if args.json {
         output::json(&answer);
         return Ok(());

@@ -15,8 +15,8 @@ use crate::progress::{Display, Feed};
 use crate::report::{Conditions, Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
-use crate::size;
 use crate::vm::{GuestDescription, PAUSE_LIMIT, Vm, check_backing};
+use crate::{size, sockets};
 use pageferry_machine::{EngineChoice, kvm};
 use pageferry_migration::{
     ChannelError, Destination, DestinationConfig, DestinationFailure, DestinationReport,
@@ -38,12 +38,16 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
     // A host that lacks the backing takes no VM at all.
     args.backing.backing.check(0)?;
     let (host, jobs) = Host::new();
-    let server = match &args.control {
-        Some(path) => Some(Server::start(
-            path,
-            Arc::new(HostService(Arc::clone(&host))),
-        )?),
-        None => None,
+    let (control, name) = (args.place.control.as_deref(), args.place.name.as_deref());
+    let server = sockets::path_for(control, name)
+        .and_then(|path| Server::start(&path, Arc::new(HostService(Arc::clone(&host)))));
+    let server = match server {
+        Ok(server) => Some(server),
+        Err(why) if control.is_some() || name.is_some() => return Err(why),
+        Err(why) => {
+            output::note(&format!("no control socket: {why}"));
+            None
+        }
     };
     let _metrics = crate::metrics::serve(&args.metrics, &host)?;
     let destination = listen(args)?;

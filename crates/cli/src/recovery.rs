@@ -20,7 +20,7 @@ pub(crate) fn recover(args: &RecoverArgs, interrupts: &Interrupts) -> Result<(),
         to: args.to.as_ref().map(ToString::to_string),
         listen: args.listen.as_ref().map(ToString::to_string),
     };
-    let answer = ask(&args.vm.socket, &request, LIMIT, interrupts)?;
+    let answer = ask(&args.vm.path()?, &request, LIMIT, interrupts)?;
     output::result(&match answer["listening"].as_str() {
         Some(address) => format!("listening on {address} too\n"),
         None => "going on by the new way\n".to_owned(),
@@ -36,7 +36,7 @@ pub(crate) fn abandon(args: &AbandonArgs, interrupts: &Interrupts) -> Result<(),
     let request = Request::Abandon {
         resume_here: args.resume_here,
     };
-    let answer = ask(&args.vm.socket, &request, LIMIT, interrupts)?;
+    let answer = ask(&args.vm.path()?, &request, LIMIT, interrupts)?;
     let lost = answer["lost"].as_str().unwrap_or("nothing is known of it");
     output::result(&format!("abandoned: {lost}\n"));
     Ok(())
@@ -47,7 +47,7 @@ pub(crate) fn abandon(args: &AbandonArgs, interrupts: &Interrupts) -> Result<(),
 /// # Errors
 /// When there is none, or it is too late.
 pub(crate) fn cancel(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    ask(&args.socket, &Request::Cancel, LIMIT, interrupts)?;
+    ask(&args.path()?, &Request::Cancel, LIMIT, interrupts)?;
     output::result("cancelling\n");
     Ok(())
 }

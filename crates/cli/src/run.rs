@@ -7,8 +7,8 @@ use crate::exit::{Exit, Failure};
 use crate::host::{Activity, Ended, Host, HostService};
 use crate::output;
 use crate::signals::Interrupts;
-use crate::size;
 use crate::vm::{GuestDescription, Vm, check_backing};
+use crate::{size, sockets};
 use pageferry_machine::{Engine, EngineChoice, Linux};
 use std::fs::File;
 use std::io::Read;
@@ -39,7 +39,8 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
     let backing = args.backing.backing;
     check_backing(backing, guest.memory_bytes, 1)?;
     let (host, jobs) = Host::new();
-    let server = Server::start(&args.control, Arc::new(HostService(Arc::clone(&host))))?;
+    let control = sockets::path_for(args.place.control.as_deref(), args.place.name.as_deref())?;
+    let server = Server::start(&control, Arc::new(HostService(Arc::clone(&host))))?;
     let _metrics = crate::metrics::serve(&args.metrics, &host)?;
     let vm = Arc::new(Vm::create(&guest, backing, None)?);
     let console = match (&kernel, vm.console()) {
@@ -59,7 +60,7 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
         guest.vcpus,
         size::human(guest.memory_bytes),
         guest.engine(),
-        args.control.display()
+        control.display()
     ));
     let ended = host.keep(&jobs, interrupts)?;
     drop(server);

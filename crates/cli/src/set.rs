@@ -19,7 +19,7 @@ const LIMIT: Duration = Duration::from_secs(15);
 /// When there is no migration, it is too late, or the settings cannot be.
 pub(crate) fn set(args: &SetArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     let request = Request::Set(change(&args.change));
-    let answer = ask(&args.vm.socket, &request, LIMIT, interrupts)?;
+    let answer = ask(&args.vm.path()?, &request, LIMIT, interrupts)?;
     output::result(&format!("{}\n", settings(&answer)));
     Ok(())
 }

@@ -22,7 +22,7 @@ const VERIFY_LIMIT: Duration = Duration::from_secs(3600);
 /// # Errors
 /// When there is no VM.
 pub(crate) fn status(args: &StatusArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    let status = ask(&args.vm.socket, &Request::Status, LIMIT, interrupts)?;
+    let status = ask(&args.vm.path()?, &Request::Status, LIMIT, interrupts)?;
     if args.json {
         output::json(&status);
     } else {
@@ -36,7 +36,7 @@ pub(crate) fn status(args: &StatusArgs, interrupts: &Interrupts) -> Result<(), F
 /// # Errors
 /// When there is no VM, or it cannot be paused now.
 pub(crate) fn pause(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    ask(&args.socket, &Request::Pause, LIMIT, interrupts)?;
+    ask(&args.path()?, &Request::Pause, LIMIT, interrupts)?;
     output::result("paused\n");
     Ok(())
 }
@@ -46,7 +46,7 @@ pub(crate) fn pause(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failur
 /// # Errors
 /// When there is no VM, or it must not run.
 pub(crate) fn resume(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    ask(&args.socket, &Request::Resume, LIMIT, interrupts)?;
+    ask(&args.path()?, &Request::Resume, LIMIT, interrupts)?;
     output::result("running\n");
     Ok(())
 }
@@ -56,7 +56,7 @@ pub(crate) fn resume(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failu
 /// # Errors
 /// [`Exit::Verification`] when a page is wrong.
 pub(crate) fn verify(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    let answer = ask(&args.socket, &Request::Verify, VERIFY_LIMIT, interrupts)?;
+    let answer = ask(&args.path()?, &Request::Verify, VERIFY_LIMIT, interrupts)?;
     let verified: Verified = serde_json::from_value(answer)
         .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's answer is not readable: {e}")))?;
     if !verified.holds() {
@@ -74,7 +74,7 @@ pub(crate) fn verify(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failu
 /// # Errors
 /// When there is no VM.
 pub(crate) fn quit(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    ask(&args.socket, &Request::Quit, LIMIT, interrupts)?;
+    ask(&args.path()?, &Request::Quit, LIMIT, interrupts)?;
     output::result("ending\n");
     Ok(())
 }

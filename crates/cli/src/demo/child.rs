@@ -69,6 +69,8 @@ impl Child {
             .args(["--userfaultfds", &args.delivery.userfaultfds.to_string()])
             .args(["--fault-readers", &args.delivery.fault_readers.to_string()])
             .args(["--backing", args.backing.backing.name()])
+            // The demo makes such a VM anyhow: its size is the user's choice.
+            .args(["--max-vcpus", &args.machine.vcpus.to_string()])
             .args(["--child-of", &std::process::id().to_string()])
             .args(args.corrupt_page.then_some("--corrupt-page"))
             .args((args.guest == DemoGuest::Linux).then_some("--console=-"))

@@ -45,6 +45,22 @@ fn assert_complete(json: &Value, engine: &str) {
     assert_eq!(json["verified"]["host"], true);
 }
 
+/// More vCPUs than a destination takes by default on a small host. The whole demo takes too long
+/// there.
+#[test]
+fn a_vm_of_more_vcpus_than_other_destinations_take_is_taken() {
+    let vcpus = 8 * std::thread::available_parallelism().unwrap().get().max(8) + 1;
+    let dir = Dir::new();
+    let vcpus = vcpus.to_string();
+    let args = [
+        "demo", "--engine", "soft", "--memory", "16M", "--vcpus", &vcpus,
+    ];
+    let demo = Process::start(&args, &dir);
+    demo.wait_until_said("pre-copy");
+    demo.interrupt();
+    demo.end();
+}
+
 #[test]
 fn a_vm_moves_on_the_soft_engine() {
     let ended = pageferry(&[

@@ -36,6 +36,8 @@ impl Dir {
 
     /// Checks that nothing was left behind.
     pub(crate) fn assert_empty(&self) {
+        // The user's directory for sockets stays, without sockets.
+        let _ = std::fs::remove_dir(self.path("pageferry"));
         let left: Vec<_> = std::fs::read_dir(&self.0)
             .unwrap()
             .map(|e| e.unwrap().path())
@@ -126,7 +128,8 @@ impl Output {
 }
 
 impl Process {
-    /// Starts `pageferry` with `args`. Its temporary files go to `tmp`.
+    /// Starts `pageferry` with `args`. Its temporary files, and sockets that have no other place, go
+    /// to `tmp`.
     pub(crate) fn start<S: AsRef<std::ffi::OsStr>>(args: &[S], tmp: &Dir) -> Self {
         Self::start_by(Command::new(PAGEFERRY), args, tmp)
     }
@@ -137,7 +140,10 @@ impl Process {
         args: &[S],
         tmp: &Dir,
     ) -> Self {
-        command.args(args).env("TMPDIR", &tmp.0);
+        command
+            .args(args)
+            .env("TMPDIR", &tmp.0)
+            .env("XDG_RUNTIME_DIR", &tmp.0);
         Self::spawn(command)
     }
 
