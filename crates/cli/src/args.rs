@@ -598,7 +598,8 @@ pub(crate) struct KernelArgs {
     /// The kernel's command line [default: console=hvc0]
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     pub(crate) cmdline: Option<String>,
-    /// The kernel's console: a file, or - for this terminal, where Ctrl-C ends the VM
+    /// The kernel's console: a file, or - for this terminal, where Ctrl-C ends the VM. Text is
+    /// dropped while its reader takes nothing for a second
     #[arg(long, value_name = "FILE|-", default_value = "-", requires = "kernel", value_parser = console)]
     pub(crate) console: ConsoleTarget,
 }

@@ -45,6 +45,7 @@ mod sampler;
 mod scratch;
 mod set;
 mod signals;
+mod sink;
 mod size;
 mod sockets;
 mod status;
@@ -60,22 +61,25 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let began = log::start(cli.log);
-    match began
+    let ended = output::start()
+        .and_then(|()| log::start(cli.log))
         .and_then(|()| dispatch(&cli))
-        .and_then(|()| output::check())
-    {
+        .and_then(|()| output::check());
+    let code = match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             output::error(&failure);
             ExitCode::from(failure.exit as u8)
         }
-    }
+    };
+    output::finish();
+    code
 }
 
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
-    let interrupts =
-        Interrupts::install(matches!(cli.command, Command::Run(_) | Command::Receive(_)))?;
+    let owns_vm = matches!(cli.command, Command::Run(_) | Command::Receive(_));
+    let interrupts = Interrupts::install(owns_vm)?;
+    output::wait_by(&interrupts, owns_vm);
     match &cli.command {
         Command::Demo(args) => demo::demo(args, &interrupts),
         Command::Run(args) => run::run(args, &interrupts),

@@ -7,8 +7,8 @@ use crate::control::options::{limits, plain};
 use crate::control::server::Server;
 use crate::exit::{Exit, Failure, of_listen, of_migration, of_tls};
 use crate::host::{
-    Activity, Answers, Ended, Host, HostService, Jobs, StopRequests, Watch, has_switched_over,
-    wait_for_outcome,
+    Activity, Answers, Ended, Host, HostService, Jobs, StopRequests, Watch, catch_defect,
+    has_switched_over, wait_for_outcome,
 };
 use crate::output;
 use crate::progress::{Display, Feed};
@@ -84,7 +84,9 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
                 host.set_vm(None);
                 output::note(&format!("{failure}; still listening"));
             }
-            Activity::Incomplete { .. } if failure.exit == Exit::LinkLost && server.is_some() => {
+            Activity::Incomplete { .. }
+                if matches!(failure.exit, Exit::LinkLost | Exit::Internal) && server.is_some() =>
+            {
                 // The command ends with this as its error.
                 output::note(&format!(
                     "{failure}; it stays here until `pageferry quit` or Ctrl-C"
@@ -346,7 +348,11 @@ fn take_in(
     host.set_sampler(Some(Sampler::start(&vm, runs)));
     let stop = Arc::new(AtomicBool::new(false));
     let outcome = start(host, incoming, &vm, resolver, &stop, feed)?;
-    match wait(host, &outcome, &stop, feed, stops)? {
+    let outcome = match wait(host, &outcome, &stop, feed, stops)? {
+        Ok(outcome) => outcome,
+        Err(defect) => return after_defect(host, vm, defect),
+    };
+    match outcome {
         Ok(report) => {
             let workload = vm.workload();
             host.set_received(Received::new(&report, vm.backing(), |page| {
@@ -375,6 +381,30 @@ fn take_in(
 
 type Outcome = Result<DestinationReport, DestinationFailure>;
 
+/// Decides about a VM whose migration a defect ended. A VM that is whole here runs on.
+fn after_defect(host: &Host, vm: Arc<Vm>, defect: Failure) -> Result<Arc<Vm>, Failure> {
+    let status = host.destination().map(|there| there.status());
+    let status = status.unwrap_or_default();
+    match status.stage {
+        "none" | "receiving" => {
+            host.set_activity(Activity::Waiting);
+            Err(defect.and("the VM runs on at the source"))
+        }
+        "running" | "complete" if status.pages_left == 0 => {
+            output::note(&format!("{defect}; all of the VM is here, and it runs on"));
+            host.set_activity(Activity::Here);
+            Ok(vm)
+        }
+        _ => {
+            // A vCPU that waits for a page may not leave the guest.
+            let _ = vm.threads().pause(PAUSE_LIMIT);
+            let missing = status.pages_left;
+            host.set_activity(Activity::Incomplete { missing });
+            Err(defect.and(&format!("{missing} pages of the VM are missing here")))
+        }
+    }
+}
+
 /// Receives on a separate thread, so that the user can give it up.
 fn start(
     host: &Arc<Host>,
@@ -383,7 +413,7 @@ fn start(
     resolver: Arc<Resolver>,
     stop: &Arc<AtomicBool>,
     feed: &Arc<Feed>,
-) -> Result<Receiver<Outcome>, Failure> {
+) -> Result<Receiver<Result<Outcome, Failure>>, Failure> {
     let (sender, outcome) = channel();
     let (vm, stop) = (Arc::clone(vm), Arc::clone(stop));
     let watch = Watch {
@@ -395,7 +425,7 @@ fn start(
         .name("migration".into())
         .spawn(move || {
             let stop = || stop.load(Ordering::Acquire);
-            let result = incoming.receive(&vm.running(), &resolver, &stop, &watch);
+            let result = catch_defect(|| incoming.receive(&vm.running(), &resolver, &stop, &watch));
             // The receiver is gone only if the process is ending.
             let _ = sender.send(result);
         })
@@ -406,11 +436,11 @@ fn start(
 /// Waits for the outcome and answers requests to stop.
 fn wait(
     host: &Host,
-    outcome: &Receiver<Outcome>,
+    outcome: &Receiver<Result<Outcome, Failure>>,
     stop: &AtomicBool,
     feed: &Feed,
     stops: &mut StopRequests<'_>,
-) -> Result<Outcome, Failure> {
+) -> Result<Result<Outcome, Failure>, Failure> {
     let answers = Answers {
         switched_over: &|| matches!(host.activity(), Activity::Arriving(phase) if has_switched_over(phase)),
         cancel: &|_| {

@@ -219,6 +219,23 @@ fn table(status: &Value) -> String {
             .iter()
             .for_each(|failure| row("failure", text(failure)));
     }
+    for (key, name, what) in [
+        ("lost_lines", "stderr", "lines lost: nobody took them"),
+        (
+            "lost_console_bytes",
+            "console",
+            "bytes dropped: its reader took nothing",
+        ),
+        (
+            "defects",
+            "defects",
+            "panics of the process; please report them",
+        ),
+    ] {
+        if let Some(count @ 1..) = status[key].as_u64() {
+            row(name, format!("{count} {what}"));
+        }
+    }
     row(
         "process",
         format!(

@@ -3,12 +3,14 @@
 use super::session_events::SessionEvents;
 use super::state::{Activity, Host, Job};
 use super::watch::has_switched_over;
+use crate::console;
 use crate::control::change::{self, ChangeOptions};
 use crate::control::options::MigrateOptions;
 use crate::control::protocol::{Event, Request};
 use crate::control::server::Service;
 use crate::exit::{Exit, Failure};
 use crate::memory::Overhead;
+use crate::output;
 use crate::progress::{Feed, Update};
 use crate::report::{Report, Verified};
 use crate::signals::Interrupts;
@@ -186,6 +188,9 @@ impl Host {
             "guest": guest,
             "failures": vm.map(|vm| vm.threads().failures()),
             "overhead_bytes": overhead.map(|o| json!({"anon": o.anon, "file": o.file, "tables": o.tables, "total": o.total()})),
+            "lost_lines": output::lost_lines(),
+            "lost_console_bytes": console::lost_bytes(),
+            "defects": output::defects(),
             "pid": std::process::id(),
             "uptime_ms": u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX),
         })

@@ -10,6 +10,7 @@
 use super::state::Host;
 use crate::exit::{Exit, Failure};
 use crate::signals::Interrupts;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 
 /// A request to stop.
@@ -97,12 +98,31 @@ impl NoOutcome {
                 Exit::LinkLost,
                 format!("abandoned after the switch-over: {abandoned}"),
             ),
-            Self::ThreadDied => Failure::new(
-                Exit::Internal,
-                "the migration's thread ended without an outcome",
-            ),
+            Self::ThreadDied => defect("ended without an outcome"),
         }
     }
+}
+
+/// The failure of a migration's thread that did not do its work, which is a defect.
+fn defect(how: &str) -> Failure {
+    Failure::new(
+        Exit::Internal,
+        format!("a defect of Pageferry: the migration's thread {how}"),
+    )
+}
+
+/// Does the work of a migration's thread. A panic becomes a failure.
+///
+/// # Errors
+/// The message of the panic.
+pub(crate) fn catch_defect<T>(work: impl FnOnce() -> T) -> Result<T, Failure> {
+    // Nothing that the work has changed is used after a panic, except what threads share. Locks
+    // that are poisoned are taken all the same, and the VM's own state is behind its own threads.
+    catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
+        let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        defect(&format!("panicked: {}", text.unwrap_or_default()))
+    })
 }
 
 /// The consequence for a source whose user did not wait for the end of post-copy.

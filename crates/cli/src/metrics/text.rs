@@ -1,6 +1,8 @@
 //! The figures in Prometheus's text format, version 0.0.4.
 
+use crate::console;
 use crate::host::{Host, VM_STATES};
+use crate::output;
 use pageferry_migration::{Role, SessionStatus, StallRow, StallStage, StallTimes};
 use std::fmt::Write;
 
@@ -63,6 +65,21 @@ pub(super) fn of(host: &Host) -> String {
     );
     page.family("vm_state", "gauge", "1 for the state of the VM, else 0.");
     page.states("vm_state", &VM_STATES, host.state_name());
+    page.counter(
+        "stderr_lost_lines_total",
+        "Lines on stderr that were dropped, as nobody took them.",
+        output::lost_lines(),
+    );
+    page.counter(
+        "console_lost_bytes_total",
+        "Bytes of the guest's console that were dropped, as its reader took nothing.",
+        console::lost_bytes(),
+    );
+    page.counter(
+        "defects_total",
+        "Panics of threads of this process.",
+        output::defects(),
+    );
     session(&mut page, &host.session_status().unwrap_or_default());
     stalls(&mut page, &host.stalls());
     page.0

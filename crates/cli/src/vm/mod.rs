@@ -154,6 +154,15 @@ impl Vm {
         self.inner.running()
     }
 
+    /// Lets the VM run on after a migration that a defect ended.
+    pub(crate) fn run_on(&self) {
+        let running = self.running();
+        // A failure to stop the dirty log costs only speed.
+        let _ = running.machine.set_dirty_log(false);
+        running.devices.iter().for_each(|device| device.resume());
+        self.threads().resume();
+    }
+
     /// The number of vCPUs.
     pub(crate) fn vcpus(&self) -> u32 {
         self.guest.vcpus
