@@ -94,6 +94,9 @@ pub enum ProtocolError {
         /// The number on the wire.
         kind: u8,
     },
+    /// Too many answers are unread, or too many requests.
+    #[error("it does not read what it is told")]
+    Unread,
     /// A message that contradicts what the session knows of its sender.
     #[error("its messages contradict each other: {0}")]
     Contradiction(&'static str),

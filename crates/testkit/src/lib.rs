@@ -8,7 +8,7 @@
 //! The variable `PAGEFERRY_STRESS_SECONDS` sets the duration of a stress test.
 //!
 //! Networks are in two modules: [`two_hosts`] shapes a link of the kernel, [`shaper`] is a proxy
-//! that injects faults. [`rv64`] has machine code for small guests. With the feature `certificates`, there are certificates for TLS.
+//! that injects faults. [`process`] runs a test in a process of its own, and counts what it has. [`rv64`] has machine code for small guests. With the feature `certificates`, there are certificates for TLS.
 //!
 //! **Neighbours.** A development dependency: no crate needs it to build. It uses `std` and rustix,
 //! `hosts` for shaped links and huge pages, rcgen for certificates, and loom under `--cfg loom`.
@@ -19,6 +19,7 @@ mod guest_linux;
 mod huge_pages;
 #[cfg(loom)]
 pub mod model;
+pub mod process;
 pub mod rv64;
 pub mod shaper;
 pub mod two_hosts;

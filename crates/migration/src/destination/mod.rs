@@ -98,8 +98,10 @@ pub struct Destination {
 }
 
 impl Destination {
-    /// Listens on `listener`. `stranger` is called with each connection that is no source of this
-    /// destination, on the thread that accepts connections.
+    /// Listens on `listener`. `stranger` is called with connections that are no sources of this
+    /// destination, on the thread that accepts connections or on that of [`Self::accept`]. It is
+    /// called at most 32 times at once, and then once a second: [`Stranger::left_out`] counts the
+    /// others.
     ///
     /// # Errors
     /// When the files for TLS do not serve, the host has no room for a thread, or a CPU of
@@ -156,7 +158,10 @@ impl Destination {
     /// The status of the session that is under way, or of the last one.
     #[must_use]
     pub fn status(&self) -> SessionStatus {
-        self.board.read()
+        SessionStatus {
+            strangers: self.desk.strangers(),
+            ..self.board.read()
+        }
     }
 
     /// The stalls so far of the session that is under way, or of the last one: a row for each vCPU,
