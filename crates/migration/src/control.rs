@@ -113,6 +113,11 @@ impl ControlLink {
             || poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
     }
 
+    /// The bytes that the connection has not accepted.
+    pub(crate) fn waiting(&self) -> usize {
+        self.out.waiting()
+    }
+
     /// The time since the last byte from the peer.
     pub(crate) fn silence(&self) -> Duration {
         self.heard.elapsed()
@@ -150,6 +155,34 @@ impl ControlLink {
             return Err(ProtocolError::Unread.into());
         }
         self.send(frame)
+    }
+
+    /// As [`Self::send`], and waits until the peer has taken most of it: for frames that are too
+    /// many to be kept.
+    ///
+    /// # Errors
+    /// [`MigrationError::Timeout`] if the peer takes nothing for as long as `patience`.
+    pub(crate) fn send_slowly(
+        &mut self,
+        frame: &Frame,
+        patience: Duration,
+    ) -> Result<(), MigrationError> {
+        let nap = Timespec {
+            tv_sec: 0,
+            tv_nsec: 10_000_000,
+        };
+        self.send(frame)?;
+        let began = Instant::now();
+        while self.out.waiting() > MAX_ANSWERS {
+            if self.out.silence().min(began.elapsed()) > patience {
+                return Err(MigrationError::Timeout(
+                    "the control channel to take a frame",
+                ));
+            }
+            let _ = poll(&mut [PollFd::new(self, PollFlags::OUT)], Some(&nap));
+            self.flush()?;
+        }
+        Ok(())
     }
 
     /// Sends as much as the peer takes now.

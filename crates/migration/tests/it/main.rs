@@ -11,6 +11,7 @@ mod failures_machine;
 mod failures_postcopy;
 mod failures_source;
 mod handshake_common;
+mod hostile;
 mod move_backings;
 mod move_vm;
 mod precopy;
