@@ -165,8 +165,12 @@ fn is_of_this_host(error: &MigrationError) -> bool {
 }
 
 fn turned_away(stranger: &Stranger) {
+    let others = match stranger.left_out {
+        0 => String::new(),
+        more => format!(" (and {more} others since the last of these messages)"),
+    };
     output::note(&format!(
-        "turned away {}: {}; still listening",
+        "turned away {}: {}; still listening{others}",
         stranger.peer, stranger.why
     ));
 }

@@ -202,6 +202,11 @@ impl Ledger {
         }
     }
 
+    /// The number of messages of `channel` without a receipt.
+    pub(crate) fn without_receipt(&self, channel: usize) -> usize {
+        self.queue(channel).len()
+    }
+
     /// Notes that the next message of `channel` has these pages, which the caller has claimed. The
     /// caller writes the message afterwards: its receipt may come before the write returns.
     ///
@@ -282,12 +287,7 @@ impl Ledger {
 
     /// The runs of unsent pages. While nothing is in flight, these are the missing pages.
     pub(crate) fn unsent_runs(&self) -> impl Iterator<Item = Range<u64>> {
-        let mut at = 0;
-        core::iter::from_fn(move || {
-            let run = self.unsent.next_run(at, usize::MAX)?;
-            at = run.end;
-            Some(run.start as u64..run.end as u64)
-        })
+        runs(&self.unsent, 0)
     }
 
     /// The number of unsent pages, with those that are also in flight.
@@ -368,6 +368,15 @@ impl Ledger {
     }
 }
 
+/// The runs of pages from `at` on whose bits are set.
+pub(crate) fn runs(pages: &PageBitmap, mut at: usize) -> impl Iterator<Item = Range<u64>> + Clone {
+    core::iter::from_fn(move || {
+        let run = pages.next_run(at, usize::MAX)?;
+        at = run.end;
+        Some(run.start as u64..run.end as u64)
+    })
+}
+
 /// A count that lags behind may be below zero for a moment.
 fn at_least_none(count: i64) -> u64 {
     count.max(0).unsigned_abs()
@@ -397,7 +406,7 @@ fn first_stretch(bits: u64) -> (u64, usize) {
 }
 
 /// Clears all bits. It loads no word of a part that has none.
-fn clear_all(bitmap: &PageBitmap) {
+pub(crate) fn clear_all(bitmap: &PageBitmap) {
     let mut at = 0;
     while let Some(run) = bitmap.next_run(at, usize::MAX) {
         bitmap.clear_range(run.clone());

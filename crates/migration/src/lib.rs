@@ -44,6 +44,7 @@ mod mailbox;
 mod outbox;
 mod phase;
 mod protocol_error;
+mod quota;
 mod report;
 #[doc(hidden)]
 pub mod session;

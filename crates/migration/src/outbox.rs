@@ -28,7 +28,17 @@ impl Outbox {
 
     /// Adds a message. [`Self::flush`] sends it.
     pub(crate) fn push(&mut self, message: &[u8]) {
+        // A peer that reads slowly may never let this be empty.
+        if self.sent > self.bytes.len() / 2 {
+            self.bytes.drain(..self.sent);
+            self.sent = 0;
+        }
         self.bytes.extend_from_slice(message);
+    }
+
+    /// The bytes that the connection has not accepted.
+    pub(crate) fn waiting(&self) -> usize {
+        self.bytes.len() - self.sent
     }
 
     /// Whether the connection has accepted all messages.

@@ -63,6 +63,8 @@ pub struct SessionStatus {
     pub lost_for: Option<Duration>,
     /// The reason why a channel was lost the last time.
     pub last_loss: Option<String>,
+    /// Connections that were refused since the destination listens (destination).
+    pub strangers: u64,
 }
 
 impl Default for SessionStatus {
@@ -88,6 +90,7 @@ impl Default for SessionStatus {
             waiting_faults: 0,
             lost_for: None,
             last_loss: None,
+            strangers: 0,
         }
     }
 }

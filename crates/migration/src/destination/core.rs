@@ -27,6 +27,7 @@ use crate::bell::Bell;
 use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
+use crate::ledger::runs;
 use crate::mailbox::Mailbox;
 use crate::protocol_error::ProtocolError;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, fence};
@@ -74,6 +75,8 @@ pub(super) struct Core {
     handed_over: AtomicBool,
     failed: AtomicBool,
     failure: Mutex<Option<MigrationError>>,
+    /// Whether requests are to be repeated. Only the supervisor's thread touches it.
+    repeat_due: AtomicBool,
     /// The number of pages that arrived on urgent channels.
     pub(super) urgent_pages: AtomicU64,
     /// The number of missing pages, from the switch-over on.
@@ -111,6 +114,7 @@ impl Core {
             handed_over: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             failure: Mutex::new(None),
+            repeat_due: AtomicBool::new(false),
             urgent_pages: AtomicU64::new(0),
             left: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
@@ -165,14 +169,30 @@ impl Core {
     }
 
     /// Requests again every page that was requested and has not come. The source answers each of
-    /// its unsent pages once.
+    /// its unsent pages once. Only channels that have taken all earlier requests get these: so a
+    /// source that wants them again and again, and reads none, has them once. If there is no such
+    /// channel now, [`Self::repeat_if_due`] repeats them later.
     pub(super) fn repeat_requests(&self) {
+        let free = self.urgent.iter().filter(|channel| channel.is_free());
+        let free: Vec<&UrgentChannel> = free.collect();
+        self.repeat_due.store(free.is_empty(), Ordering::Relaxed);
+        if free.is_empty() || !self.handed_over.load(Ordering::SeqCst) {
+            return;
+        }
         let mut from = 0;
         while let Some(page) = self.states.next_outstanding(from) {
-            self.request(page, page.index());
+            let _ =
+                (0..free.len()).any(|next| free[(page.index() + next) % free.len()].request(page));
             from = page.index() + 1;
         }
         self.pump();
+    }
+
+    /// Repeats the requests if that is due since no channel took them.
+    pub(super) fn repeat_if_due(&self) {
+        if self.repeat_due.load(Ordering::Relaxed) {
+            self.repeat_requests();
+        }
     }
 
     /// Takes the `placing` bits of `pages` pages from `first`, which must be missing.
@@ -202,7 +222,7 @@ impl Core {
 
     /// Gives back the `placing` bits of all missing pages. No thread places any now.
     pub(super) fn end_all_placing(&self) {
-        for run in runs(self.states.missing()) {
+        for run in runs(self.states.missing(), 0) {
             self.end_placing(RamPage(run.start), run.end - run.start);
         }
     }
@@ -471,14 +491,4 @@ impl Core {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The runs of pages whose bits are set.
-pub(super) fn runs(pages: &PageBitmap) -> impl Iterator<Item = std::ops::Range<u64>> {
-    let mut at = 0;
-    std::iter::from_fn(move || {
-        let run = pages.next_run(at, usize::MAX)?;
-        at = run.end;
-        Some(run.start as u64..run.end as u64)
-    })
 }

@@ -3,6 +3,7 @@
 use super::{Allocation, Supervisor};
 use crate::error::MigrationError;
 use crate::phase::Phase;
+use crate::quota::Quota;
 use crate::sync::Ordering;
 use crate::wire::{Frame, Pass, SetupProgress};
 use std::time::{Duration, Instant};
@@ -17,6 +18,8 @@ pub(super) struct Precopy {
     reported: Instant,
     pass: u32,
     pages: u64,
+    /// How often passes are reported.
+    told: Quota,
     /// The pages that had come when the pass began.
     before: u64,
 }
@@ -28,6 +31,7 @@ impl Precopy {
             reported: Instant::now(),
             pass: 0,
             pages: 0,
+            told: Quota::new(),
             before: 0,
         }
     }
@@ -48,7 +52,10 @@ impl Supervisor<'_, '_, '_> {
         self.precopy.pass = pass.pass;
         self.precopy.pages = pass.pages;
         self.precopy.before = self.bulk_pages();
-        self.enter(Phase::Precopy { pass: pass.pass });
+        // The source chooses how many there are.
+        if self.precopy.told.take().is_some() {
+            self.enter(Phase::Precopy { pass: pass.pass });
+        }
     }
 
     /// The pages that came on bulk channels so far.

@@ -132,7 +132,9 @@ impl Supervisor<'_, '_, '_> {
         if generation != self.state.generation || !self.state.channels.contains(&id) {
             return;
         }
-        tracing::warn!(generation, channel = %id, %error, "a channel is lost");
+        if let Some(left_out) = self.losses.take() {
+            tracing::warn!(generation, channel = %id, %error, left_out, "a channel is lost");
+        }
         if error.is_fatal_here() {
             return self.fail(error);
         }
@@ -157,6 +159,7 @@ impl Supervisor<'_, '_, '_> {
             .as_ref()
             .is_some_and(|control| control.generation < generation)
         {
+            self.naming = None;
             if let Some(mut control) = self.control.take() {
                 let _ = control.flush();
                 control.shutdown();

@@ -50,7 +50,7 @@ pub trait Router: Send + Sync {
     fn accepted(&self, arrival: Arrival) -> Result<(), Box<(Arrival, Status)>>;
 
     /// Reports a connection that did not become a channel.
-    fn stranger(&self, stranger: &Stranger);
+    fn stranger(&self, stranger: Stranger);
 
     /// Reports that no connection can be accepted at the moment: the process or the host has no
     /// descriptors or no memory left. It is called once until a connection is accepted again.

@@ -52,6 +52,8 @@ pub struct Stranger {
     pub peer: String,
     /// The reason.
     pub why: StrangerError,
+    /// The strangers before this one that were not reported, since there were too many.
+    pub left_out: u64,
 }
 
 /// The reason why the destination did not accept a connection.
@@ -69,8 +71,8 @@ pub enum StrangerError {
         /// The limit.
         after: Duration,
     },
-    /// There were too many pending connections, and this was the oldest.
-    #[error("too many connections without a preamble")]
+    /// There were too many connections, and this one made room for another.
+    #[error("too many connections that had said nothing, and this one made room")]
     Crowded,
     /// The preamble was valid, and the destination refused it.
     #[error("{0}")]

@@ -17,7 +17,7 @@
 //! The channel that opens a session carries the secret in step 3. Without TLS, an observer on the
 //! path reads it there. So plain TCP is for loopback addresses unless the user allows more
 //! ([`PlainPolicy`]). The destination's [`Acceptor`] serves all pending connections in one thread.
-//! Their number is bounded, and so is the time of each. A [`Router`] decides what becomes of them.
+//! Their number is bounded, and so is the time of each. `crowd` chooses who makes room. A [`Router`] decides what becomes of them.
 //!
 //! **Neighbours.** [`wire`](crate::wire) has the messages, [`channel`](crate::channel) the sockets
 //! and TLS. This module must not know what is sent afterwards.
@@ -25,6 +25,7 @@
 mod acceptor;
 mod admission;
 mod arrival;
+mod crowd;
 mod dial;
 mod error;
 mod pending;
@@ -34,6 +35,7 @@ mod secret;
 pub use acceptor::Acceptor;
 pub use admission::Admission;
 pub use arrival::{Agreed, Arrival, Expected, Router};
+pub(crate) use crowd::{Origin, place_to_take};
 pub use dial::{Opened, dial, open_on};
 pub use error::{HandshakeError, Stranger, StrangerError};
 pub(crate) use protection::protection;

@@ -84,9 +84,24 @@ impl PendingPeer {
         }
     }
 
+    /// A connection whose last message was sent.
+    pub(super) fn parting(connection: Connection) -> Self {
+        let mut peer = Self::new(connection);
+        peer.refuse(&[]);
+        peer
+    }
+
     /// Whether the peer was refused and told so.
     pub(super) const fn is_refused(&self) -> bool {
         matches!(self.stage, Stage::End)
+    }
+
+    /// Whether the peer has named a session that this side has. A stranger does not know its number.
+    pub(super) const fn names_session(&self) -> bool {
+        match &self.stage {
+            Stage::Credentials(challenge) => matches!(challenge.expected, Expected::Known(_)),
+            _ => false,
+        }
     }
 
     /// The event that the next step needs.
@@ -268,6 +283,7 @@ impl PendingPeer {
         Stranger {
             peer: self.connection.peer().to_owned(),
             why,
+            left_out: 0,
         }
     }
 }

@@ -35,6 +35,11 @@ impl Queue {
         self.messages.push_back(self.runs.len() - before);
     }
 
+    /// The number of messages without a receipt.
+    pub(super) fn len(&self) -> usize {
+        self.messages.len()
+    }
+
     /// Checks a receipt for the first `upto` messages.
     pub(super) fn check(&self, upto: u64) -> Result<(), ReceiptError> {
         let acknowledged = self.acknowledged;

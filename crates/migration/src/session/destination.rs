@@ -136,7 +136,7 @@ impl Destination {
                 self.stage = Stage::Running;
                 actions.extend([Action::StartGuest, Action::Send(ToSource::Running)]);
             }
-            (Stage::Receiving | Stage::Ready | Stage::Discarded, Says::Cancel) => {
+            (Stage::Receiving | Stage::Ready, Says::Cancel) => {
                 self.discard(actions);
             }
             (Stage::Discarded, Says::DiscardHeard) => self.end(End::Discarded, actions),

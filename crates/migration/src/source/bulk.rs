@@ -22,6 +22,8 @@ use tracing::debug;
 
 /// The frames without payload that one receive takes.
 const FRAMES: usize = 64;
+/// The most frames without a receipt. A destination sends one for each frame.
+const MAX_UNCONFIRMED: usize = 1024;
 /// The interval at which the push looks whether urgent pages are answered. Answers take less.
 const GIVE_WAY: Duration = Duration::from_micros(50);
 
@@ -118,6 +120,9 @@ impl Bulk<'_> {
     ) -> Result<Next, MigrationError> {
         let shared = self.shared;
         let mode = shared.mode();
+        if shared.ledger.without_receipt(self.index) >= MAX_UNCONFIRMED {
+            return Ok(Next::AwaitReceipt);
+        }
         if let Some(wait) = shared.limiter.wait(mode) {
             if let Some(governor) = &mut incoming.borrow_mut().governor {
                 governor.limited();

@@ -215,12 +215,13 @@ fn attempt(
             dirty,
             frozen: None,
             devices_paused: false,
-            named: Vec::new(),
+            named: (None, 0),
             last_loss: None,
             lost_since: None,
             error: None,
             end: None,
             published: Instant::now(),
+            kept_time: Instant::now(),
             quiet: (0, Instant::now()),
             events: VecDeque::new(),
             report: completion::new_report(),
@@ -249,8 +250,9 @@ struct Supervisor<'s, 'e, 'a> {
     frozen: Option<Frozen<'a>>,
     /// Whether the switch-over has paused the devices, or has begun to.
     devices_paused: bool,
-    /// The missing pages that a resuming destination has named.
-    named: Vec<std::ops::Range<u64>>,
+    /// The missing pages that a resuming destination has named, and their number. There is room
+    /// from the first time on.
+    named: (Option<PageBitmap>, u64),
     /// The reason for the end of the session.
     error: Option<MigrationError>,
     /// The reason why the last channel was lost.
@@ -259,6 +261,8 @@ struct Supervisor<'s, 'e, 'a> {
     lost_since: Option<Instant>,
     end: Option<End>,
     published: Instant,
+    /// The last time at which the supervisor did what is due at a time.
+    kept_time: Instant,
     /// The urgent pages when they were last seen to grow, and that time.
     quiet: (u64, Instant),
     events: VecDeque<Event>,
@@ -277,8 +281,12 @@ impl<'a> Supervisor<'_, '_, 'a> {
             if self.take_letter() || self.receive() {
                 spin_until = (self.state.stage == Stage::SwitchOver)
                     .then(|| Instant::now() + SWITCH_OVER_SPIN);
-                continue;
+                // A peer that never stops talking does not stop the clock.
+                if self.kept_time.elapsed() < LONGEST_SLEEP {
+                    continue;
+                }
             }
+            self.kept_time = Instant::now();
             self.keep_time();
             if self.events.is_empty() && self.end.is_none() {
                 if spin_until.is_some_and(|until| Instant::now() < until) {
@@ -305,10 +313,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
     }
 
     fn enter(&mut self, phase: Phase) {
-        self.report.phases.push(PhaseStart {
-            phase,
-            at_ns: monotonic_ns(),
-        });
+        PhaseStart::note(&mut self.report.phases, phase);
         info!(%phase, "phase");
         self.observer.phase(phase);
     }
@@ -426,7 +431,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ToDestination::Again => Frame::Again,
         };
         if let Some(control) = &mut self.control
-            && let Err(error) = control.send(&frame)
+            && let Err(error) = control.answer(&frame)
         {
             self.lose_control(error);
         }
@@ -531,8 +536,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 ToSource::Running
             }
             Frame::Missing(runs) if self.state.link == Link::Resuming => {
-                self.named.extend(runs.runs);
-                return Ok(());
+                return self.take_named(&runs);
             }
             Frame::Resumed { stage, missing } if self.state.link == Link::Resuming => {
                 self.check_named(missing)?;
@@ -595,6 +599,9 @@ impl<'a> Supervisor<'_, '_, 'a> {
     }
 
     fn sleep(&self) {
+        if self.control.as_ref().is_some_and(ControlLink::has_more) {
+            return;
+        }
         let mut fds = vec![PollFd::new(&self.session.letters, PollFlags::IN)];
         if let Some(control) = &self.control {
             fds.push(PollFd::from_borrowed_fd(

@@ -20,6 +20,9 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+/// The most requested pages that wait for the bulk channels.
+const MAX_IN_ORDER: usize = 65_536;
+
 /// A letter to the supervisor.
 pub(super) enum Letter {
     /// The operator wants something.
@@ -170,7 +173,11 @@ impl<'a> Shared<'a> {
         let Some(pages) = self.in_order.as_ref().filter(|_| self.mode() == Mode::Push) else {
             return false;
         };
-        lock(pages).push_back(page);
+        let mut pages = lock(pages);
+        // The push sends what is not in the queue too.
+        if pages.len() < MAX_IN_ORDER && self.ledger.unsent().test(page) {
+            pages.push_back(page);
+        }
         true
     }
 

@@ -22,6 +22,10 @@ use std::time::{Duration, Instant};
 /// dozen microseconds. A wake-up would delay each by 70 more.
 pub const URGENT_SPIN: Duration = Duration::from_micros(100);
 
+/// The most answers without a receipt. A destination sends a receipt for every 32, or when it has
+/// nothing else to do.
+const MAX_UNCONFIRMED: usize = 65_536;
+
 /// The requests that one receive takes.
 const REQUESTS: usize = 64;
 
@@ -167,6 +171,10 @@ impl Urgent<'_> {
 impl Incoming {
     fn take(&mut self, urgent: &Urgent<'_>) -> Result<(), MigrationError> {
         let shared = urgent.shared;
+        // A destination confirms every few pages. One that does not gets no more.
+        if shared.ledger.without_receipt(urgent.index) > MAX_UNCONFIRMED {
+            return Err(ProtocolError::Unconfirmed.into());
+        }
         // One write has a limited number of pieces. The next takes the rest.
         while self.claimed.len() < REQUESTS / 2 {
             let room = &mut self.buffer[self.filled..];
