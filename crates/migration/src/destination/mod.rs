@@ -204,6 +204,8 @@ struct Supervisor<'s, 'e, 'a> {
     /// The reason for the end of the session.
     error: Option<MigrationError>,
     last_loss: Option<String>,
+    /// The open channels that were lost.
+    channels_lost: u64,
     lost_since: Option<Instant>,
     reconnects: u32,
     end: Option<End>,
@@ -275,6 +277,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         }
         let generation = control.generation;
         warn!(generation, %error, "the control channel is lost");
+        self.channels_lost += 1;
         self.note_loss(error);
         self.events.push_back(Event::Lost(generation));
     }

@@ -148,6 +148,7 @@ pub(super) fn run<'a>(
             },
             error: None,
             last_loss: None,
+            channels_lost: 0,
             lost_since: None,
             reconnects: 0,
             end: None,

@@ -133,6 +133,7 @@ impl Supervisor<'_, '_, '_> {
             return;
         }
         tracing::warn!(generation, channel = %id, %error, "a channel is lost");
+        self.channels_lost += 1;
         if error.is_fatal_here() {
             return self.fail(error);
         }

@@ -8,7 +8,7 @@ use pageferry_migration::wire::*;
 use pageferry_testkit::{LIMIT, wait_for};
 use ring::hmac;
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -513,11 +513,14 @@ fn over_a_path_that_carries(
                         break;
                     }
                 }
-                let _ = to.shutdown(std::net::Shutdown::Write);
             };
             thread::scope(|scope| {
-                scope.spawn(|| forward(&source, &target, of_source));
+                scope.spawn(|| {
+                    forward(&source, &target, of_source);
+                    let _ = target.shutdown(Shutdown::Both);
+                });
                 forward(&target, &source, of_destination);
+                let _ = source.shutdown(Shutdown::Write);
             });
         });
         dial(&address, &PLAIN, &identity(), FIRST, 4 * SHORT, &never).unwrap_err()
