@@ -230,9 +230,10 @@ fn of_open(error: &OpenError) -> Exit {
         | OpenError::StaleSocket { .. }
         | OpenError::NotASocket { .. }
         | OpenError::Denied { .. } => Exit::Address,
-        OpenError::NoSuchPath { .. } | OpenError::Refused { .. } | OpenError::Unresolved { .. } => {
-            Exit::Unreachable
-        }
+        OpenError::NoSuchPath { .. }
+        | OpenError::Refused { .. }
+        | OpenError::NoAnswer { .. }
+        | OpenError::Unresolved { .. } => Exit::Unreachable,
         OpenError::PortZero { .. } => Exit::Usage,
         OpenError::Os { .. } => Exit::Unreachable,
     }

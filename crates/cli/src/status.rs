@@ -159,7 +159,15 @@ fn table(status: &Value) -> String {
             None => format!("generation {}", text(&session["generation"])),
         };
         let left = text(&session["pages_left"]);
-        row("session", format!("{stage}, {link}, {left} pages to go"));
+        let lost = match session["channels_lost"].as_u64() {
+            None | Some(0) => String::new(),
+            Some(1) => ", 1 channel lost so far".into(),
+            Some(lost) => format!(", {lost} channels lost so far"),
+        };
+        row(
+            "session",
+            format!("{stage}, {link}, {left} pages to go{lost}"),
+        );
         row("pages", progress(session));
         if session["settings"].is_object() {
             row("settings", settings(&session["settings"]));

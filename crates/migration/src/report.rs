@@ -88,7 +88,8 @@ pub struct SourceReport {
     pub devices: DeviceFigures,
     /// The number of pages missing when the guest started at the destination.
     pub missing_at_start: u64,
-    /// Bytes of pages written to all channels, without headers and descriptors.
+    /// Bytes of pages that the destination has acknowledged, without headers and descriptors. A
+    /// page counts as often as it came.
     pub page_bytes: u64,
     /// Bytes of pages sent by the background push.
     pub background_bytes: u64,

@@ -178,6 +178,11 @@ fn session(page: &mut Page, status: &SessionStatus) {
         "How often the control channel was opened again.",
         status.reconnects,
     );
+    page.counter(
+        "channels_lost_total",
+        "Channels that were open and were lost.",
+        status.channels_lost,
+    );
     page.family("channels", "gauge", "Open channels.");
     for (role, name) in [(Role::Bulk, "bulk"), (Role::Urgent, "urgent")] {
         let open = status.channels.iter().filter(|id| id.role == role).count();
@@ -196,12 +201,12 @@ fn session(page: &mut Page, status: &SessionStatus) {
     );
     page.counter(
         "page_bytes_total",
-        "Bytes of pages sent or received.",
+        "Bytes of pages acknowledged (source) or received (destination).",
         status.page_bytes,
     );
     page.gauge(
         "page_rate_bytes_per_second",
-        "Bytes of pages sent or received, over about the last second.",
+        "Bytes of pages acknowledged or received, over about the last second.",
         status.page_rate,
     );
     if let Some(rate) = status.dirty_rate {

@@ -210,6 +210,11 @@ impl Connection {
         self.session().is_some_and(|session| session.has_pending())
     }
 
+    /// Whether the peer's kernel has not confirmed all bytes that the socket has taken.
+    pub(crate) fn has_unacknowledged(&self) -> bool {
+        super::raw::unacknowledged(self.socket.as_fd()) > 0
+    }
+
     /// Returns an error of the kind `WouldBlock` if a read would return no bytes and no error.
     fn peek(&self) -> io::Result<()> {
         if let Some(mut session) = self.session() {

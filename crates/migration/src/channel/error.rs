@@ -119,6 +119,17 @@ pub enum OpenError {
         /// The address.
         address: Address,
     },
+    /// Nothing came back from this address.
+    #[error(
+        "{address} does not answer: nothing came back for {} ms; check the address, its route, and firewalls that drop packets",
+        after.as_millis()
+    )]
+    NoAnswer {
+        /// The address.
+        address: Address,
+        /// The limit.
+        after: Duration,
+    },
     /// The host's name was not found.
     #[error("the host `{host}` was not found: {source}")]
     Unresolved {

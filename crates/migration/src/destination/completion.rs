@@ -114,6 +114,7 @@ impl Supervisor<'_, '_, '_> {
                 .map(|control| control.peer().to_owned()),
             generation: self.state.generation,
             reconnects: self.reconnects,
+            channels_lost: self.channels_lost,
             channels: self.state.channels.clone(),
             pages_left: self.core.left(),
             page_bytes: (data + urgent) * PAGE_SIZE,

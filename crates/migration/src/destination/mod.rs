@@ -237,6 +237,8 @@ struct Supervisor<'s, 'e, 'a> {
     last_loss: Option<String>,
     /// How often losses are logged: the source chooses how often there are any.
     losses: Quota,
+    /// The open channels that were lost.
+    channels_lost: u64,
     lost_since: Option<Instant>,
     reconnects: u32,
     end: Option<End>,
@@ -313,6 +315,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         if let Some(left_out) = self.losses.take() {
             warn!(generation, %error, left_out, "the control channel is lost");
         }
+        self.channels_lost += 1;
         self.note_loss(error);
         self.events.push_back(Event::Lost(generation));
     }

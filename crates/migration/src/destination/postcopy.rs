@@ -150,6 +150,7 @@ pub(super) fn run<'a>(
             error: None,
             last_loss: None,
             losses: crate::quota::Quota::new(),
+            channels_lost: 0,
             lost_since: None,
             reconnects: 0,
             end: None,

@@ -135,6 +135,7 @@ impl Supervisor<'_, '_, '_> {
         if let Some(left_out) = self.losses.take() {
             tracing::warn!(generation, channel = %id, %error, left_out, "a channel is lost");
         }
+        self.channels_lost += 1;
         if error.is_fatal_here() {
             return self.fail(error);
         }

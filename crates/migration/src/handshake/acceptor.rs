@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::pending::{Answer, Challenge, PendingPeer, Progress};
+use super::pending::{Answer, Challenge, Granted, PendingPeer, Progress};
 use super::secret::{Transcript, random_bytes};
 use super::{
     Agreed, Arrival, Expected, HELLO_LIMIT, Protection, Router, Secret, StrangerError,
@@ -299,6 +299,15 @@ impl Worker {
     /// Takes a step of `peer`. Returns it unless it is gone.
     fn advance(&self, mut peer: PendingPeer, protection: &Protection) -> Option<Kept> {
         match peer.advance(protection) {
+            Progress::Waiting
+                if peer.since.elapsed() >= self.limit && peer.lacks_large_packets() =>
+            {
+                let why = StrangerError::LargePacketsLost;
+                self.router.stranger(peer.stranger(why));
+                // It is small, so it arrives.
+                peer.refuse(&Welcome::refuse(Status::LargePacketsLost).encode());
+                Some(Kept::Waiting(peer))
+            }
             Progress::Waiting if peer.since.elapsed() >= self.limit => {
                 if !peer.is_refused() {
                     let why = StrangerError::Silent { after: self.limit };
@@ -319,8 +328,9 @@ impl Worker {
             }
             Progress::Hello(hello) => self.handle_hello(peer, hello),
             Progress::Credentials(challenge, credentials) => {
-                self.handle_credentials(peer, *challenge, &credentials)
+                Some(self.handle_credentials(peer, *challenge, &credentials))
             }
+            Progress::Granted(granted) => self.admit(peer, *granted),
         }
     }
 
@@ -368,26 +378,24 @@ impl Worker {
         }
     }
 
-    /// Checks the proof, and lets the router decide.
+    /// Checks the proof, and awaits large packets.
     fn handle_credentials(
         &self,
-        peer: PendingPeer,
+        mut peer: PendingPeer,
         challenge: Challenge,
         credentials: &Credentials,
-    ) -> Option<Kept> {
+    ) -> Kept {
         let secret = match (challenge.expected, credentials.secret) {
             (Expected::New, Some(secret)) => Secret::of_bytes(secret),
             (Expected::Known(secret), None) => secret,
-            _ => return Some(self.refuse_last(peer, Status::Malformed)),
+            _ => return self.refuse_last(peer, Status::Malformed),
         };
         let transcript = &challenge.transcript;
         if !secret.verify(Side::Source, transcript, &credentials.proof) {
-            return Some(self.refuse_last(peer, Status::BadProof));
+            return self.refuse_last(peer, Status::BadProof);
         }
         let proof = secret.prove(Side::Destination, transcript);
-        let since = peer.since;
-        let arrival = Arrival {
-            connection: peer.connection,
+        peer.await_path_check(Granted {
             agreed: Agreed {
                 version: challenge.reply.version,
                 capabilities: challenge.reply.capabilities,
@@ -396,6 +404,18 @@ impl Worker {
             },
             secret,
             welcome: Welcome::accept(proof).encode(),
+        });
+        Kept::Again(peer)
+    }
+
+    /// Lets the router decide.
+    fn admit(&self, peer: PendingPeer, granted: Granted) -> Option<Kept> {
+        let since = peer.since;
+        let arrival = Arrival {
+            connection: peer.connection,
+            agreed: granted.agreed,
+            secret: granted.secret,
+            welcome: granted.welcome,
         };
         let (arrival, status) = *self.router.accepted(arrival).err()?;
         let mut peer = PendingPeer::new(arrival.connection);

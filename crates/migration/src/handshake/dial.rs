@@ -7,8 +7,8 @@ use super::{Agreed, HandshakeError, Identity, PlainPolicy, Protection};
 use crate::address::Address;
 use crate::channel::{ChannelError, Connection, Wait};
 use crate::wire::{
-    ChannelKey, Credentials, HELLO_BYTES, Hello, HelloReply, Side, Status, WELCOME_BYTES, Welcome,
-    WireError, check_magic,
+    ChannelKey, Credentials, HELLO_BYTES, Hello, HelloReply, PATH_CHECK_BYTES, Side, Status,
+    WELCOME_BYTES, Welcome, WireError, check_magic, path_check, verify_path_check,
 };
 
 /// The time for which a failed write waits for the reason in an alert of the peer.
@@ -105,11 +105,25 @@ pub fn open_on(
     };
     let wait = limits.wait("Credentials");
     let began = Instant::now();
+    // Two writes, so that the credentials are in a small packet of their own.
     write(&connection, &credentials.encode(), wait)?;
+    write(&connection, path_check(), limits.wait("PathCheck"))?;
     let mut bytes = [0; WELCOME_BYTES];
-    connection.read_exact(&mut bytes, &limits.wait("Welcome"))?;
+    let read = connection.read_exact(&mut bytes, &limits.wait("Welcome"));
+    read.map_err(|error| match error {
+        // A peer that stands still has received the bytes all the same: its kernel did.
+        ChannelError::TimedOut { .. } | ChannelError::Closed { .. }
+            if connection.has_unacknowledged() =>
+        {
+            large_packets_lost(&connection)
+        }
+        error => error.into(),
+    })?;
     let round_trip = first.min(began.elapsed());
     let welcome = Welcome::decode(&bytes)?;
+    if welcome.status == Status::LargePacketsLost {
+        return Err(large_packets_lost(&connection));
+    }
     if welcome.status != Status::Accepted {
         return Err(HandshakeError::Refused {
             status: welcome.status,
@@ -123,6 +137,7 @@ pub fn open_on(
     {
         return Err(HandshakeError::BadProof);
     }
+    read_path_check(&connection, &limits.wait("PathCheck"))?;
     Ok(Opened {
         connection,
         agreed: Agreed {
@@ -169,6 +184,22 @@ fn write(connection: &Connection, bytes: &[u8], wait: Wait<'_>) -> Result<(), Ha
         return Err(told.into());
     }
     Err(error.into())
+}
+
+/// Reads the destination's [`path_check`], which follows its [`Welcome`] at once.
+fn read_path_check(connection: &Connection, wait: &Wait<'_>) -> Result<(), HandshakeError> {
+    let mut bytes = vec![0; PATH_CHECK_BYTES];
+    match connection.read_exact(&mut bytes, wait) {
+        Ok(()) => Ok(verify_path_check(0, &bytes)?),
+        Err(ChannelError::TimedOut { .. }) => Err(large_packets_lost(connection)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn large_packets_lost(connection: &Connection) -> HandshakeError {
+    HandshakeError::LargePacketsLost {
+        peer: connection.peer().to_owned(),
+    }
 }
 
 /// Reads 64 bytes, and fails at the first byte that cannot be Pageferry's.

@@ -34,6 +34,15 @@ pub enum HandshakeError {
         /// The address of the peer.
         peer: String,
     },
+    /// The first messages passed, and the [`path_check`](crate::wire::path_check) did not.
+    #[error(
+        "{peer}: small packets pass and large ones do not; make the MTU of both hosts fit the path, \
+         or let the path answer with ICMP \"fragmentation needed\""
+    )]
+    LargePacketsLost {
+        /// The address of the peer.
+        peer: String,
+    },
     /// The caller could not open a connection.
     #[error("no connection from the caller: {0}")]
     Caller(io::Error),
@@ -71,6 +80,11 @@ pub enum StrangerError {
         /// The limit.
         after: Duration,
     },
+    /// The credentials came, and nothing of the [`path_check`](crate::wire::path_check) behind them.
+    #[error(
+        "its small packets arrive and its large ones do not: make the MTU of both hosts fit the path"
+    )]
+    LargePacketsLost,
     /// There were too many connections, and this one made room for another.
     #[error("too many connections that had said nothing, and this one made room")]
     Crowded,

@@ -28,7 +28,7 @@ impl Shared {
         for page in pages.clone() {
             self.sendings[page].fetch_add(1, Relaxed);
         }
-        self.ledger.sent(channel, [pages]);
+        self.ledger.sent(channel, [pages], 0);
     }
 
     /// As the thread of an urgent channel.

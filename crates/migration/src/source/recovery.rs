@@ -11,8 +11,9 @@ use super::config::{Route, SourceConfig};
 use super::shared::{Letter, Shared};
 use super::urgent::Urgent;
 use super::{Supervisor, Threads};
+use crate::address::Address;
 use crate::bell::Bell;
-use crate::channel::Connection;
+use crate::channel::{Connection, Wait};
 use crate::error::MigrationError;
 use crate::handshake::{self, HandshakeError, Identity, Opened, Protection};
 use crate::ledger::{clear_all, runs};
@@ -22,6 +23,7 @@ use crate::session::{ChannelId, Generation};
 use crate::wire::{ChannelKey, MissingRuns, Role, Status};
 use pageferry_userfault::PageBitmap;
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
@@ -287,10 +289,35 @@ fn run_urgent(
     .run()
 }
 
+/// The address of the route's host that worked the last time.
+#[derive(Debug, Default)]
+pub(super) struct Worked(Mutex<Option<(Address, SocketAddr)>>);
+
+impl Worked {
+    fn lock(&self) -> MutexGuard<'_, Option<(Address, SocketAddr)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The address of this route's host, if one has worked.
+    fn of(&self, route: &Route) -> Option<SocketAddr> {
+        let worked = self.lock();
+        let (address, found) = worked.as_ref()?;
+        matches!(route, Route::To(to) if to == address).then_some(*found)
+    }
+
+    /// Notes what became of this route's host.
+    fn note(&self, route: &Route, found: Option<SocketAddr>) {
+        if let Route::To(address) = route {
+            *self.lock() = found.map(|found| (address.clone(), found));
+        }
+    }
+}
+
 impl Route {
-    /// Opens a channel by this way.
+    /// Opens a channel by this way. Tries the address first that worked the last time.
     pub(super) fn open(
         &self,
+        worked: &Worked,
         protection: &Protection,
         identity: &Identity,
         key: ChannelKey,
@@ -298,7 +325,17 @@ impl Route {
         stop: &dyn Fn() -> bool,
     ) -> Result<Opened, HandshakeError> {
         match self {
-            Self::To(address) => handshake::dial(address, protection, identity, key, limit, stop),
+            Self::To(address) => {
+                let wait = Wait::block("connection").within(limit).unless(stop);
+                let connection = Connection::connect_preferring(address, worked.of(self), &wait)?;
+                let found = connection.tcp_peer();
+                let host = self.host();
+                let opened =
+                    handshake::open_on(connection, host, protection, identity, key, limit, stop);
+                // Another process may have the address by now.
+                worked.note(self, found.filter(|_| opened.is_ok()));
+                opened
+            }
             Self::Caller(connect) => {
                 let connection = connect.connect().map_err(HandshakeError::Caller)?;
                 handshake::open_on(connection, None, protection, identity, key, limit, stop)
@@ -369,7 +406,14 @@ impl Dialler<'_, '_, '_> {
                 std::thread::sleep(POLL.min(begin.saturating_duration_since(Instant::now())));
             }
             let limit = self.config.limits.connect;
-            let opened = route.open(self.protection, self.identity, key, limit, &stop);
+            let opened = route.open(
+                &shared.worked,
+                self.protection,
+                self.identity,
+                key,
+                limit,
+                &stop,
+            );
             let outcome = opened.map(|opened| {
                 shared.note_round_trip(opened.round_trip);
                 opened.connection
@@ -430,7 +474,9 @@ impl Supervisor<'_, '_, '_> {
         // A destination that breaks the protocol on one channel loses all, and hears why: its other
         // receipts may be wrong too.
         let broken = matches!(error, MigrationError::Wire(_) | MigrationError::Protocol(_));
-        if broken && self.state.has_handed_over() && self.channels.open().any(|open| open == id) {
+        let was_open = self.channels.open().any(|open| open == id);
+        self.channels_lost += u64::from(was_open);
+        if broken && self.state.has_handed_over() && was_open {
             return self.lose_control(error);
         }
         self.note_loss(error);

@@ -14,6 +14,7 @@ use super::commands::Command;
 use super::gate::Gate;
 use super::limiter::Limiter;
 use super::prefetch::Prefetch;
+use super::recovery::Worked;
 use crate::channel::Connection;
 use pageferry_addr::RamPage;
 use std::collections::VecDeque;
@@ -61,7 +62,6 @@ pub(super) struct Figures {
     pub(super) late: AtomicU64,
     pub(super) data: AtomicU64,
     pub(super) zero: AtomicU64,
-    pub(super) page_bytes: AtomicU64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -77,6 +77,8 @@ pub(super) struct Shared<'a> {
     pub(super) patience: Patience,
     pub(super) figures: Figures,
     pub(super) limiter: Limiter,
+    /// The address that channels of this session reached.
+    pub(super) worked: Worked,
     /// The least round trip seen, in nanoseconds.
     round_trip: AtomicU64,
     /// The newest generation. Threads that open channels of older ones end.
@@ -112,6 +114,7 @@ impl<'a> Shared<'a> {
             patience: Patience::new(limits.silence),
             figures: Figures::default(),
             limiter: Limiter::new(),
+            worked: Worked::default(),
             round_trip: AtomicU64::new(u64::MAX),
             generation: AtomicU32::new(1),
             ended: AtomicBool::new(false),

@@ -29,6 +29,9 @@ const MAX_UNCONFIRMED: usize = 65_536;
 /// The requests that one receive takes.
 const REQUESTS: usize = 64;
 
+/// The reason for the loss of a channel whose peer is silent.
+const SILENT: MigrationError = MigrationError::Timeout("anything on an urgent channel");
+
 /// An urgent channel at the source.
 pub(super) struct Urgent<'a> {
     pub(super) shared: &'a Shared<'a>,
@@ -60,6 +63,8 @@ impl Urgent<'_> {
         });
         crate::latency::prefer_short_slices();
         let answered = self.answer(&incoming);
+        // A silence interrupts a write.
+        let silent = self.is_silent(&incoming).then_some(SILENT);
         let mut incoming = incoming.into_inner();
         // Pages that were claimed and are in no message.
         self.shared.gate.answered(incoming.claimed.len());
@@ -68,6 +73,7 @@ impl Urgent<'_> {
         }
         incoming
             .error
+            .or(silent)
             .or(answered.err())
             .unwrap_or(MigrationError::Cancelled)
     }
@@ -82,7 +88,7 @@ impl Urgent<'_> {
                 return Ok(());
             }
             if self.is_silent(incoming) {
-                return Err(MigrationError::Timeout("anything on an urgent channel"));
+                return Err(SILENT);
             }
             let pages = std::mem::take(&mut incoming.borrow_mut().claimed);
             if !pages.is_empty() {
@@ -118,9 +124,10 @@ impl Urgent<'_> {
             bodies.push(body);
             // Each reply is a message: it is in the ledger before its first byte is sent.
             let index = page.index();
+            let len = body.map_or(0, |bytes| bytes.len() as u64);
             self.shared
                 .ledger
-                .sent(self.index, std::iter::once(index..index + 1));
+                .sent(self.index, std::iter::once(index..index + 1), len);
         }
         let mut slices = Vec::with_capacity(2 * pages.len());
         for (head, body) in heads.iter().zip(&bodies) {
@@ -135,7 +142,6 @@ impl Urgent<'_> {
         figures
             .urgent
             .fetch_add(pages.len() as u64, Ordering::Relaxed);
-        figures.page_bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(())
     }
 
