@@ -195,13 +195,15 @@ unsafe fn read_parts(mut from: *mut u8, mut into: &mut [u8]) {
             // SAFETY: the caller promises that the bytes are mapped, and `part` aligns them. The
             // read is volatile: the guest may write meanwhile.
             [byte] => *byte = unsafe { from.read_volatile() },
-            // SAFETY: as above.
             [_, _] => {
-                part.copy_from_slice(&unsafe { from.cast::<u16>().read_volatile() }.to_ne_bytes())
+                // SAFETY: as above.
+                let value = unsafe { from.cast::<u16>().read_volatile() };
+                part.copy_from_slice(&value.to_ne_bytes());
             }
             [_, _, _, _] => {
                 // SAFETY: as above.
-                part.copy_from_slice(&unsafe { from.cast::<u32>().read_volatile() }.to_ne_bytes());
+                let value = unsafe { from.cast::<u32>().read_volatile() };
+                part.copy_from_slice(&value.to_ne_bytes());
             }
             _ => unreachable!("whole words are no part of a head or a tail"),
         }
@@ -221,13 +223,16 @@ unsafe fn write_parts(mut to: *mut u8, mut bytes: &[u8]) {
             // SAFETY: the caller promises that the bytes are mapped, and `part` aligns them. The
             // write is volatile: the guest may access them meanwhile.
             [byte] => unsafe { to.write_volatile(byte) },
-            // SAFETY: as above.
-            [a, b] => unsafe { to.cast::<u16>().write_volatile(u16::from_ne_bytes([a, b])) },
-            // SAFETY: as above.
-            [a, b, c, d] => unsafe {
-                to.cast::<u32>()
-                    .write_volatile(u32::from_ne_bytes([a, b, c, d]))
-            },
+            [a, b] => {
+                let value = u16::from_ne_bytes([a, b]);
+                // SAFETY: as above.
+                unsafe { to.cast::<u16>().write_volatile(value) };
+            }
+            [a, b, c, d] => {
+                let value = u32::from_ne_bytes([a, b, c, d]);
+                // SAFETY: as above.
+                unsafe { to.cast::<u32>().write_volatile(value) };
+            }
             _ => unreachable!("whole words are no part of a head or a tail"),
         }
         (to, bytes) = (to.wrapping_add(part.len()), rest);

@@ -146,7 +146,8 @@ impl SoftVcpu {
 
     /// Lets the hart repeat the ECALL that it has left with.
     fn step_back(&mut self) {
-        let call = self.core.hart().pc() - 4;
+        // The ECALL may be the last instruction of the address space.
+        let call = self.core.hart().pc().wrapping_sub(4);
         let repeated = self.core.hart_mut().set_pc(call);
         repeated.expect("the address of the ECALL");
     }

@@ -7,8 +7,8 @@ use pageferry_machine::{
     Vcpu, VcpuState, create,
 };
 use pageferry_testkit::rv64::{
-    A0, A1, A2, A6, A7, DBCN, ECALL, HSM, IPI, SRST, WFI, ZERO, addi, and, bne, call, csrs, ld, li,
-    sd, slli,
+    A0, A1, A2, A6, A7, DBCN, ECALL, HSM, IPI, SRST, WFI, ZERO, add, addi, and, bne, call, csrs,
+    ld, li, sd, slli,
 };
 use pageferry_testkit::{LIMIT, Stop};
 use pageferry_userfault::PageBitmap;
@@ -421,4 +421,39 @@ fn a_restored_state_replaces_a_start_under_way() {
     new.vcpus[1].restore(&stopped).unwrap();
     let state = new.vcpus[1].save().unwrap();
     assert_eq!(run_state(&state), 1, "the restored hart is stopped");
+}
+
+/// A call whose ECALL is the last instruction of the address space, so that the next one is at 0. A
+/// reset steps back, so that the hart makes the call again.
+#[test]
+fn a_call_at_the_end_of_the_address_space_is_a_call() {
+    // Sv39 with the root in page 16. It maps the first GiB at its own addresses, and page 1 at the
+    // last address.
+    let (satp, root) = (20, 21);
+    let code = [
+        [li(satp, 1), li(root, 16)].concat(),
+        vec![slli(satp, satp, 31), slli(satp, satp, 32)],
+        // csrrw zero, satp, x20, which is or'ed with the root's page.
+        vec![add(satp, satp, root), 0x1800_1073 | satp << 15],
+        [li(A0, 0), li(A1, 0), li(A6, 0), li(A7, SRST)].concat(),
+        // jalr zero, -4(zero)
+        vec![0xffc0_0067],
+    ];
+    let mut new = machine(1, &[&code]);
+    let ram = new.machine.ram();
+    let leaf = |page: u64| page << 10 | 0xcf;
+    let table = |page: u64| page << 10 | 1;
+    for (page, index, entry) in [
+        (16, 0, leaf(0)),
+        (16, 511, table(17)),
+        (17, 511, table(18)),
+        (18, 511, leaf(1)),
+    ] {
+        ram.try_write((RamPage(page), index * 8), &entry.to_le_bytes())
+            .unwrap();
+    }
+    ram.try_write((RamPage(1), PAGE_SIZE - 4), &ECALL.to_le_bytes())
+        .unwrap();
+    assert_eq!(new.vcpus[0].run().unwrap(), ENDED);
+    assert_eq!(new.vcpus[0].run().unwrap(), ENDED, "it repeats the call");
 }
