@@ -173,3 +173,14 @@ fn pages_that_nobody_touched_are_unconfirmed() {
     let counts = race.cursors.counts();
     assert_eq!((counts.in_time, counts.unconfirmed), (0, 20 * FIRST_AHEAD));
 }
+
+/// Nothing is pushed, and requests come without an end.
+#[test]
+fn requests_that_nobody_looks_at_are_left_out() {
+    let prefetch = Prefetch::new(1);
+    for page in 0..100_000 {
+        prefetch.requested(RamPage(page % 7));
+    }
+    let state = prefetch.state.lock().unwrap();
+    assert_eq!(state.requests.try_iter().count(), MAX_REQUESTS);
+}
