@@ -1,6 +1,6 @@
 //! Cursors against guests that touch pages in simple orders, beside a push of a fixed speed.
 
-use super::{Cursors, FIRST_AHEAD};
+use super::{Cursors, FIRST_AHEAD, MAX_REQUESTS, Prefetch};
 use crate::report::PrefetchCounts;
 use pageferry_addr::RamPage;
 use proptest::prelude::*;
