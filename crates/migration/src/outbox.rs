@@ -72,3 +72,35 @@ impl Outbox {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A peer that reads slowly never lets the outbox be empty.
+    #[test]
+    fn bytes_that_were_sent_are_not_kept() {
+        const MESSAGE: [u8; 4096] = [7; 4096];
+        let (here, there) = Connection::pair().unwrap();
+        let mut out = Outbox::new("message");
+        // The socket takes no more.
+        while out.waiting() < 256 * MESSAGE.len() {
+            out.push(&MESSAGE);
+            out.flush(&here).unwrap();
+        }
+        let mut read = [0; MESSAGE.len()];
+        for _ in 0..10_000 {
+            while out.waiting() < 256 * MESSAGE.len() {
+                out.push(&MESSAGE);
+            }
+            let mut got = 0;
+            while got < read.len() {
+                let room = &mut read[got..];
+                got += there.recv_pending(room, "message").unwrap().unwrap_or(0);
+                out.flush(&here).unwrap();
+            }
+            assert!(!out.is_empty());
+        }
+        assert!(out.bytes.len() < 4 << 20, "{} bytes", out.bytes.len());
+    }
+}

@@ -183,6 +183,11 @@ fn session(page: &mut Page, status: &SessionStatus) {
         "Channels that were open and were lost.",
         status.channels_lost,
     );
+    page.counter(
+        "strangers_total",
+        "Connections that were refused since the destination listens.",
+        status.strangers,
+    );
     page.family("channels", "gauge", "Open channels.");
     for (role, name) in [(Role::Bulk, "bulk"), (Role::Urgent, "urgent")] {
         let open = status.channels.iter().filter(|id| id.role == role).count();

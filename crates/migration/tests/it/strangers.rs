@@ -9,7 +9,8 @@ use pageferry_migration::address::Address;
 use pageferry_migration::channel::Connection;
 use pageferry_migration::handshake::Identity;
 use pageferry_migration::wire::{
-    ChannelKey, DestinationStage, Frame, HELLO_BYTES, Hello, SessionId, SourceStage,
+    ChannelKey, DestinationStage, Frame, HEADER_BYTES, HELLO_BYTES, Hello, MissingRuns, SessionId,
+    SourceStage,
 };
 use pageferry_migration::{Destination, DestinationConfig, MigrationError, SourceConfig, Stranger};
 use pageferry_testkit::process::{descriptors, runs_in_child};
@@ -222,6 +223,21 @@ fn turning_away_takes_no_time() {
         1,
     );
     assert!(matches!(last, Some(Frame::Error(_))), "{last:?}");
+}
+
+/// A frame that no source says first is refused by its header, before its bytes are kept.
+#[test]
+fn a_first_frame_has_the_length_of_an_offer() {
+    let destination = listen(DestinationConfig::default());
+    let to = address_of(&destination);
+    let runs = (0..100_000).map(|n| 2 * n..2 * n + 1);
+    let missing = MissingRuns::frames(runs).next().unwrap();
+    let bytes = encoded(&Frame::Missing(missing));
+    assert!(bytes.len() > 100 << 10);
+    let source = silent(&to).unwrap();
+    crate::scripted::say(&source, &bytes[..HEADER_BYTES]);
+    let error = destination.accept(&|| false).err().unwrap();
+    assert!(matches!(error, MigrationError::Wire(_)), "{error}");
 }
 
 /// A source that has the destination opens channels that nobody takes yet.
