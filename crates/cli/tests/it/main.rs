@@ -31,6 +31,8 @@ mod output;
 mod peers;
 mod recovery;
 mod schedules;
+#[cfg(target_arch = "x86_64")]
+mod service_filter;
 mod set;
 mod sizes;
 mod support;
