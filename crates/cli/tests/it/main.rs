@@ -27,6 +27,7 @@ mod json_output;
 mod linux;
 mod linux_moves;
 mod metrics;
+mod named_files;
 mod output;
 mod peers;
 mod recovery;
