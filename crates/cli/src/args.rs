@@ -169,6 +169,10 @@ pub(crate) struct BackingArgs {
         value_name = "shmem|shmem-thp|hugetlb-2m|hugetlb-1g|anonymous"
     )]
     pub(crate) backing: Backing,
+    /// Start a VM although a limit of this host leaves it too little: memory, control groups,
+    /// accounting of memory, or limits of the process. The VM may then end by a signal
+    #[arg(long)]
+    pub(crate) ignore_limits: bool,
 }
 
 /// The fault delivery that the user chose; `None` for `auto`.

@@ -29,6 +29,7 @@ mod demo;
 mod exit;
 mod guest_linux;
 mod host;
+mod limits;
 mod log;
 mod manual;
 mod memory;

@@ -36,8 +36,8 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
         }
     };
     guest.workload()?;
+    check_backing(&args.backing, &guest, 1)?;
     let backing = args.backing.backing;
-    check_backing(backing, guest.memory_bytes, 1)?;
     let (host, jobs) = Host::new();
     let server = Server::start(&args.control, Arc::new(HostService(Arc::clone(&host))))?;
     let _metrics = crate::metrics::serve(&args.metrics, &host)?;

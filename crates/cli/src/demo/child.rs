@@ -69,6 +69,7 @@ impl Child {
             .args(["--userfaultfds", &args.delivery.userfaultfds.to_string()])
             .args(["--fault-readers", &args.delivery.fault_readers.to_string()])
             .args(["--backing", args.backing.backing.name()])
+            .args(args.backing.ignore_limits.then_some("--ignore-limits"))
             .args(["--child-of", &std::process::id().to_string()])
             .args(args.corrupt_page.then_some("--corrupt-page"))
             .args((args.guest == DemoGuest::Linux).then_some("--console=-"))

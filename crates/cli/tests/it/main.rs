@@ -24,6 +24,7 @@ mod interrupts;
 )]
 mod json_document;
 mod json_output;
+mod limits;
 mod linux;
 mod linux_moves;
 mod metrics;
