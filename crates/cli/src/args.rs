@@ -228,6 +228,10 @@ pub(crate) struct BackingArgs {
         hide_possible_values = true
     )]
     pub(crate) backing: Backing,
+    /// Start a VM although a limit of this host leaves it too little: memory, control groups,
+    /// accounting of memory, or limits of the process. The VM may then end by a signal
+    #[arg(long)]
+    pub(crate) ignore_limits: bool,
 }
 
 /// The fault delivery that the user chose; `None` for `auto`.

@@ -19,7 +19,8 @@ pub(crate) enum Exit {
     Usage = 2,
     /// The chosen engine does not run here.
     Engine = 3,
-    /// userfaultfd, the chosen fault delivery or the chosen backing is not available.
+    /// userfaultfd, the chosen fault delivery or the chosen backing is not available, or a limit of
+    /// this host is too low.
     Delivery = 4,
     /// The address or the socket is in use, or cannot be listened on.
     Address = 5,
@@ -54,7 +55,7 @@ Exit codes:
    1  verification failed: the guest or the host found a wrong page
    2  wrong flags, sizes or files
    3  the engine asked for does not run on this host
-   4  userfaultfd is not permitted, or the fault delivery or backing asked for is not there
+   4  userfaultfd, the fault delivery or the backing asked for is not there, or a limit is too low
    5  the address or socket is in use or cannot be listened on
    6  the address refuses connections or cannot be reached
    7  the peer speaks another protocol, another version, or sent damaged data

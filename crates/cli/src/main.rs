@@ -12,7 +12,8 @@
 //! a table, JSON or HTML. [`probe`] tests the host.
 //!
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
-//! The crate must not know wire formats, page tables or ioctls, and has no unsafe code.
+//! The crate must not know wire formats, page tables or ioctls. Its only unsafe code takes the
+//! descriptor that a service manager hands over ([`activation`]).
 
 mod activation;
 mod args;
@@ -28,6 +29,7 @@ mod demo;
 mod exit;
 mod guest_linux;
 mod host;
+mod limits;
 mod log;
 mod manual;
 mod memory;

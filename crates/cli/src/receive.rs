@@ -296,8 +296,8 @@ fn build(incoming: &Incoming, args: &ReceiveArgs) -> Result<(Arc<Vm>, Arc<Resolv
     };
     check_limits(incoming.offer(), args)?;
     let guest = GuestDescription::of_offer(incoming.offer())?;
+    check_backing(&args.backing, &guest, 1).map_err(refused)?;
     let backing = args.backing.backing;
-    check_backing(backing, guest.memory_bytes, 1).map_err(refused)?;
     let resolver = Resolver::new();
     // No probe VM is run first: beside a busy source on the same host it could exceed its time
     // limit.

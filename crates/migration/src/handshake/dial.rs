@@ -25,21 +25,26 @@ pub struct Opened {
     pub round_trip: Duration,
 }
 
-/// The limits of the waits.
+/// The limits of the waits: one end for all of them, so that a peer that drips bytes does not
+/// postpone it.
 #[derive(Clone, Copy)]
 struct Limits<'a> {
-    silence: Duration,
+    all: Duration,
+    deadline: Instant,
     stop: &'a dyn Fn() -> bool,
 }
 
 impl<'a> Limits<'a> {
     fn wait(&self, what: &'static str) -> Wait<'a> {
-        Wait::block(what).within(self.silence).unless(self.stop)
+        Wait::block(what)
+            .until(self.deadline, self.all)
+            .unless(self.stop)
     }
 }
 
-/// Dials `address` and opens the channel `key` of the session. Fails after a silence of `limit`
-/// (name resolution not counted), and ends early if `stop` returns true.
+/// Dials `address` and opens the channel `key` of the session. Fails if connecting (name
+/// resolution not counted) takes longer than `limit`, or the handshake after it does. Ends early if
+/// `stop` returns true.
 ///
 /// The first control channel of generation 1 opens the session: it carries the secret.
 ///
@@ -77,7 +82,8 @@ pub fn open_on(
     stop: &dyn Fn() -> bool,
 ) -> Result<Opened, HandshakeError> {
     let limits = Limits {
-        silence: limit,
+        all: limit,
+        deadline: Instant::now() + limit,
         stop,
     };
     let connection = protect(connection, host, protection, limits)?;

@@ -80,10 +80,9 @@ impl<'a> PageFrame<'a> {
         let (from, allocated) = &self.allocated;
         if !(*from..allocated.end).contains(&page) {
             let end = self.ram.pages();
-            let next = self
-                .ram
-                .next_allocated(RamPage(page), FRAME_PAGES.into())?
-                .unwrap_or(end..end);
+            // Each page behind the first would be a system call, also if it is not unsent.
+            let next = self.ram.next_allocated(RamPage(page), 1)?;
+            let next = next.unwrap_or(end..end);
             self.allocated = (page, next);
         }
         Ok(page < self.allocated.1.start)

@@ -638,6 +638,42 @@ fn a_source_does_not_wait_for_a_silent_destination() {
     assert!(began.elapsed() < LIMIT / 2);
 }
 
+/// Reads what comes, and answers a byte of `bytes` every 20 ms until the peer closes.
+fn drip(listener: &std::net::TcpListener, bytes: &[u8]) {
+    let (mut stream, _) = listener.accept().unwrap();
+    stream
+        .set_read_timeout(Some(Duration::from_millis(20)))
+        .unwrap();
+    for byte in bytes {
+        while stream.read(&mut [0; 512]).is_ok_and(|taken| taken > 0) {}
+        if stream.write_all(&[*byte]).is_err() {
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_destination_that_drips_does_not_postpone_the_end_of_a_handshake() {
+    // A record of TLS that announces 16 KiB, and a reply that is right as far as it comes.
+    let record = [&[0x16, 3, 3, 0x40, 0][..], &[2; 500]].concat();
+    let ours = identity();
+    let reply = HelloReply::accept(&Hello::ours(FIRST, ours.session), [1; 16]).encode();
+    for (protection, bytes) in [(PLAIN, &reply[..]), (tls_protection(), &record)] {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string().parse().unwrap();
+        let limit = Duration::from_millis(300);
+        std::thread::scope(|scope| {
+            scope.spawn(|| drip(&listener, bytes));
+            let began = Instant::now();
+            let error = dial(&address, &protection, &ours, FIRST, limit, &never).unwrap_err();
+            let HandshakeError::Channel(ChannelError::TimedOut { after, .. }) = error else {
+                panic!("{error:?} after {:?}", began.elapsed());
+            };
+            assert_eq!(after, limit);
+        });
+    }
+}
+
 #[test]
 fn a_source_without_a_destination_is_refused() {
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();

@@ -12,6 +12,10 @@ use std::sync::Arc;
 
 use super::TlsError;
 use super::verifier::NamedClients;
+use crate::file::read_regular_file;
+
+/// The largest PEM file in bytes: far more than the CAs of a system's own collection.
+const MAX_PEM_BYTES: u64 = 4 << 20;
 
 /// The version of TLS on every channel that has it.
 pub const TLS_VERSION: &str = "TLS 1.3";
@@ -39,7 +43,8 @@ impl TlsFiles {
     pub fn load(&self) -> Result<TlsConfig, TlsError> {
         let peer_name = self.peer_name.as_deref().map(parse_name).transpose()?;
         let chain = certificates(&self.cert)?;
-        let key = PrivateKeyDer::from_pem_file(&self.key).map_err(|error| match error {
+        let key = read(&self.key)?;
+        let key = PrivateKeyDer::from_pem_slice(&key).map_err(|error| match error {
             pem::Error::NoItemsFound => TlsError::NoKey {
                 path: self.key.clone(),
             },
@@ -157,8 +162,8 @@ fn parse_name(name: &str) -> Result<ServerName<'static>, TlsError> {
 
 /// Reads the certificates of a file, at least one.
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let found: Vec<_> = CertificateDer::pem_file_iter(path)
-        .and_then(Iterator::collect)
+    let found: Vec<_> = CertificateDer::pem_slice_iter(&read(path)?)
+        .collect::<Result<_, _>>()
         .map_err(|error| unreadable(path, error))?;
     if found.is_empty() {
         return Err(TlsError::NoCertificate {
@@ -166,6 +171,14 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
         });
     }
     Ok(found)
+}
+
+/// Reads a PEM file. No file can hold this up: one that is a FIFO or a device is refused.
+fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
+    read_regular_file(path, MAX_PEM_BYTES).map_err(|source| TlsError::File {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 fn unreadable(path: &Path, error: pem::Error) -> TlsError {
