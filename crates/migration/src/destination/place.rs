@@ -15,6 +15,7 @@ use crate::error::MigrationError;
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use crate::wire::{FrameHasher, FrameHeader, PAGE_BYTES, Run, RunKind, RunList};
 use pageferry_addr::RamPage;
+use pageferry_machine::Backing;
 use pageferry_userfault::PageBitmap;
 
 /// The state that the readers of all bulk channels share.
@@ -22,7 +23,8 @@ pub(super) struct Inbound<'a> {
     pub(super) core: &'a Core,
     /// Whether everything up to SwitchOver is loaded: the pages that come are missing ones.
     pub(super) postcopy: AtomicBool,
-    /// Pages that were written here. All others are zero already.
+    /// Pages that may have other bytes than zero: those that came, and those that the memory held
+    /// before. All others are zero already.
     touched: PageBitmap,
     pub(super) data_pages: AtomicU64,
     pub(super) zero_pages: AtomicU64,
@@ -33,12 +35,14 @@ impl<'a> Inbound<'a> {
         Ok(Self {
             core,
             postcopy: AtomicBool::new(false),
-            touched: PageBitmap::try_new(core.pages() as usize)?,
+            touched: held(core)?,
             data_pages: AtomicU64::new(0),
             zero_pages: AtomicU64::new(0),
         })
     }
 
+    /// Makes the pages of a run zero. Fresh memory costs a look at a word of bits for 64 pages, so
+    /// a source may send any number of zero pages.
     fn zero_touched(&self, run: &Run) {
         let end = run.end() as usize;
         let mut at = run.first.index();
@@ -48,6 +52,36 @@ impl<'a> Inbound<'a> {
             at = index + 1;
         }
     }
+}
+
+/// The most pages of one search for memory.
+const SEARCH: u64 = 1 << 16;
+
+/// The pages whose bytes are perhaps not zero before any page has come.
+///
+/// The memory need not be fresh: a VMM may adopt memory that it has used, or load firmware before
+/// it receives a VM. The machine is armed, so nobody writes the memory while this searches it.
+/// Fresh shared memory costs one system call for each of its files.
+fn held(core: &Core) -> Result<PageBitmap, MigrationError> {
+    let ram = core.machine.ram();
+    let held = PageBitmap::try_new(core.pages() as usize)?;
+    if ram.backing() == Backing::Anonymous {
+        // All private memory counts as allocated, so a search would find every page. But only this
+        // process has it, and drops it at once.
+        // SAFETY: (1) the machine is armed, post-copy has not begun, and no reader runs yet.
+        let dropped = unsafe { ram.unchecked() }.punch_hole(RamPage(0), ram.pages());
+        if dropped.is_err() {
+            // The kernel does not drop locked memory.
+            held.set_range(0..core.pages() as usize);
+        }
+        return Ok(held);
+    }
+    let mut at = RamPage(0);
+    while let Some(pages) = ram.next_allocated(at, SEARCH)? {
+        held.set_range(pages.start as usize..pages.end as usize);
+        at = RamPage(pages.end);
+    }
+    Ok(held)
 }
 
 /// Receives the Pages frames of one bulk channel.
