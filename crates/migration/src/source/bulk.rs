@@ -117,7 +117,8 @@ impl Bulk<'_> {
         incoming: &RefCell<Incoming>,
     ) -> Result<Next, MigrationError> {
         let shared = self.shared;
-        let mode = shared.mode();
+        let turn = shared.turn();
+        let mode = turn.mode();
         if let Some(wait) = shared.limiter.wait(mode) {
             if let Some(governor) = &mut incoming.borrow_mut().governor {
                 governor.limited();
@@ -160,7 +161,7 @@ impl Bulk<'_> {
             }
             Mode::Hold | Mode::Answer => false,
         };
-        if filled && shared.mode() != mode {
+        if filled && shared.turn() != turn {
             frame.give_back(&shared.ledger);
             return Ok(Next::Rest);
         }
