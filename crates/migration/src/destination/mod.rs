@@ -297,7 +297,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         match action {
             Action::Send(message) => self.say(message),
             Action::SendMissing(stage) => self.send_missing(stage),
-            Action::EndOlder(generation) => self.end_older(generation),
+            Action::EndUpTo(generation) => self.end_up_to(generation),
             Action::EndChannel(id) => self.end_channel(id),
             Action::RepeatRequests => self.core.repeat_requests(),
             Action::StartGuest => self.start_guest(),

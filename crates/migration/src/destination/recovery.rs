@@ -150,12 +150,12 @@ impl Supervisor<'_, '_, '_> {
         self.events.push_back(Event::ChannelLost(generation, id));
     }
 
-    /// Ends the channels of generations before `generation`.
-    pub(super) fn end_older(&mut self, generation: Generation) {
+    /// Ends the channels of `generation` and of those before.
+    pub(super) fn end_up_to(&mut self, generation: Generation) {
         if self
             .control
             .as_ref()
-            .is_some_and(|control| control.generation < generation)
+            .is_some_and(|control| control.generation <= generation)
         {
             if let Some(mut control) = self.control.take() {
                 let _ = control.flush();
@@ -166,7 +166,7 @@ impl Supervisor<'_, '_, '_> {
         for channel in &self.core.urgent {
             channel.close();
         }
-        let old = |channel: &BulkChannel<'_>| channel.generation < generation;
+        let old = |channel: &BulkChannel<'_>| channel.generation <= generation;
         for channel in self.bulk.iter().filter(|channel| old(channel)) {
             channel.bulk.close();
         }
