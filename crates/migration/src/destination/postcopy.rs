@@ -73,7 +73,8 @@ pub(super) fn prepare<'a>(
     })
 }
 
-/// Ends the other threads on every path out of the scope.
+/// Ends the other threads on every path out of the scope, and the waits of threads that it does not
+/// know: those of vCPUs and of the VMM. A VM that is whole has none of these.
 struct Ended<'a>(&'a AtomicBool, &'a Core);
 
 impl Drop for Ended<'_> {
@@ -82,11 +83,11 @@ impl Drop for Ended<'_> {
             let why = "the supervisor panicked".into();
             self.1.fail(MigrationError::Internal(why));
         }
+        self.1.end("the copy of the VM here was discarded");
         self.0.store(true, Ordering::Release);
         for channel in &self.1.urgent {
             channel.close();
         }
-        self.1.wake_all();
     }
 }
 
@@ -189,15 +190,19 @@ impl Supervisor<'_, '_, '_> {
         Ok(())
     }
 
-    /// Starts the delivery's work beside the guest. It may request pages, which the source serves
-    /// from `Go` on.
+    /// Starts the thread of the delivery's work beside the guest. It begins on `Go`, since it may
+    /// request pages. The thread is there before, so that a host without room for it costs the
+    /// migration, and not a VM that runs.
     pub(super) fn assist(&mut self) -> Result<(), MigrationError> {
         let (core, done) = (self.core, self.done);
         let assist = std::thread::Builder::new()
             .name("pf-assist".into())
             .spawn_scoped(self.scope, || {
                 crate::latency::lower_priority();
-                let stop = || done.load(Ordering::Acquire) || core.has_failed();
+                let stop = || done.load(Ordering::Acquire) || core.is_over();
+                if !core.wait_for_go(&stop) {
+                    return;
+                }
                 let assisted = core
                     .machine
                     .assist_postcopy(&stop, &|page| core.fetch(page));
@@ -208,6 +213,13 @@ impl Supervisor<'_, '_, '_> {
             .map_err(|e| MigrationError::os("cannot start a thread", e))?;
         self.postcopy.threads.push(assist);
         Ok(())
+    }
+
+    /// Wakes the thread of [`Self::assist`].
+    pub(super) fn wake_assist(&self) {
+        if let Some(assist) = self.postcopy.threads.last() {
+            assist.thread().unpark();
+        }
     }
 
     /// Ends the threads that serve faults. No vCPU needs them any more.
