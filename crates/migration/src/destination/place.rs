@@ -12,17 +12,73 @@
 use super::core::Core;
 use crate::channel::{Connection, RawSlice, Wait};
 use crate::error::MigrationError;
-use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use crate::protocol_error::ProtocolError;
+use crate::sync::{AtomicU8, AtomicU64, Ordering, fence};
 use crate::wire::{FrameHasher, FrameHeader, PAGE_BYTES, Run, RunKind, RunList};
 use pageferry_addr::RamPage;
 use pageferry_machine::Backing;
 use pageferry_userfault::PageBitmap;
 
+/// The pages that a frame may bring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+enum Due {
+    /// Any: no thread of this VM runs, and each page may come again.
+    Any = 0,
+    /// None: the supervisor loads what SwitchOver has announced.
+    Nothing = 1,
+    /// Missing ones, once each.
+    Missing = 2,
+}
+
+/// The pages that are due, for the readers and the supervisor.
+///
+/// **Guarantee.** No frame that began before SwitchOver writes memory after [`Stage::close`]. A
+/// source that writes the rest of such a frame later breaks the protocol: vCPUs and VMM threads
+/// reach the pages from then on.
+///
+/// **Mechanism.** A reader takes the `placing` bits of a frame and then looks at the stage again.
+/// The supervisor sets the stage and then looks for `placing` bits. A fence is between both steps
+/// on each side. So either the reader sees the new stage and gives the frame up, or the supervisor
+/// sees the bits and refuses the SwitchOver. Until the reader gives bits back, it may write.
+struct Stage(AtomicU8);
+
+impl Stage {
+    fn new() -> Self {
+        Self(AtomicU8::new(Due::Any as u8))
+    }
+
+    fn get(&self) -> Due {
+        match self.0.load(Ordering::Acquire) {
+            0 => Due::Any,
+            1 => Due::Nothing,
+            _ => Due::Missing,
+        }
+    }
+
+    /// Ends pre-copy. Returns whether no frame is under way.
+    fn close(&self, placing: &PageBitmap) -> bool {
+        self.0.store(Due::Nothing as u8, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        placing.next_set(0).is_none()
+    }
+
+    /// Whether the stage is still `due`, for a reader that has taken `placing` bits since.
+    fn is_still(&self, due: Due) -> bool {
+        fence(Ordering::SeqCst);
+        self.get() == due
+    }
+
+    /// Begins post-copy. Release: a reader finds the missing pages.
+    fn begin_missing(&self) {
+        self.0.store(Due::Missing as u8, Ordering::Release);
+    }
+}
+
 /// The state that the readers of all bulk channels share.
 pub(super) struct Inbound<'a> {
     pub(super) core: &'a Core,
-    /// Whether everything up to SwitchOver is loaded: the pages that come are missing ones.
-    pub(super) postcopy: AtomicBool,
+    stage: Stage,
     /// Pages that may have other bytes than zero: those that came, and those that the memory held
     /// before. All others are zero already.
     touched: PageBitmap,
@@ -34,11 +90,26 @@ impl<'a> Inbound<'a> {
     pub(super) fn try_new(core: &'a Core) -> Result<Self, MigrationError> {
         Ok(Self {
             core,
-            postcopy: AtomicBool::new(false),
+            stage: Stage::new(),
             touched: held(core)?,
             data_pages: AtomicU64::new(0),
             zero_pages: AtomicU64::new(0),
         })
+    }
+
+    /// Ends pre-copy: SwitchOver has come. Frames are refused until [`Self::begin_postcopy`].
+    pub(super) fn end_precopy(&self) -> Result<(), ProtocolError> {
+        if self.stage.close(self.core.placing()) {
+            return Ok(());
+        }
+        Err(ProtocolError::Contradiction(
+            "its SwitchOver overtakes a frame of pages",
+        ))
+    }
+
+    /// From now on, frames bring missing pages.
+    pub(super) fn begin_postcopy(&self) {
+        self.stage.begin_missing();
     }
 
     /// Makes the pages of a run zero. Fresh memory costs a look at a word of bits for 64 pages, so
@@ -136,8 +207,9 @@ impl<'a> Placer<'a> {
         let mut hasher = header.hasher();
         hasher.update(&self.descriptors);
         // The source sends no page of pre-copy after SwitchOver, and no missing page before
-        // `Ready`. So this frame belongs to the phase that it finds.
-        let postcopy = inbound.postcopy.load(Ordering::Acquire);
+        // `Ready`. So this frame belongs to the stage that it finds.
+        let due = inbound.stage.get();
+        let postcopy = due == Due::Missing;
         let mut placing = Placing {
             core,
             runs: list.runs(),
@@ -151,6 +223,9 @@ impl<'a> Placer<'a> {
                 core.begin_filling(run.first, run.pages.into())?;
             }
             placing.taken += 1;
+        }
+        if due == Due::Nothing || !inbound.stage.is_still(due) {
+            return Err(ProtocolError::Contradiction("it sent pages behind SwitchOver").into());
         }
         if !postcopy || core.machine.receives_in_place() {
             self.receive_in_place(&list, hasher, wait)?;
@@ -239,7 +314,7 @@ impl<'a> Placer<'a> {
                         .expect("a page of data for each page of the runs"),
                     RunKind::Zero => &[0; PAGE_BYTES],
                 };
-                core.machine.install_copy(page, bytes)?;
+                core.persist(|| core.machine.install_copy(page, bytes))?;
                 core.made_present(page, 1);
             }
             placing.arrived += 1;
