@@ -28,6 +28,7 @@ pub use huge_pages::{AdvisedHugePages, HugePages};
 pub use pageferry_hosts::netns;
 
 use std::fmt::Display;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -50,6 +51,28 @@ pub fn skip(resource: &str, why: impl Display) -> bool {
         "PAGEFERRY_REQUIRE names {resource}, which is not usable here: {why}"
     );
     println!("SKIPPED: {resource} is not usable here: {why}");
+    true
+}
+
+/// Runs the test `name`, as `--list` shows it, in a child process, for a test that needs a process
+/// of its own. Returns `false` in that child, where the test continues.
+///
+/// # Panics
+/// If the child fails, or there is no such test.
+pub fn runs_in_child(name: &str) -> bool {
+    const CHILD: &str = "PAGEFERRY_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some_and(|child| child == name) {
+        return false;
+    }
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--nocapture"])
+        .env(CHILD, name)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    println!("{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{name}: {}", output.status);
+    assert!(text.contains("1 passed"), "there is no test {name}");
     true
 }
 

@@ -7,9 +7,9 @@ use pageferry_machine::{
     Backing, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, RamLayout, StartState,
     Vcpu, kvm,
 };
+pub(crate) use pageferry_testkit::runs_in_child;
 use pageferry_testkit::{LIMIT, skip};
 use std::ops::Range;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -35,25 +35,6 @@ pub(crate) const COUNT: [u8; 25] = [
 /// Whether this host has no KVM.
 pub(crate) fn no_kvm() -> bool {
     kvm::probe_vm().err().is_some_and(|why| skip("kvm", why))
-}
-
-/// Runs the test `name`, as `--list` shows it, in a child process, for a test that needs a process
-/// of its own. Returns `false` in that child, where the test continues.
-pub(crate) fn runs_in_child(name: &str) -> bool {
-    const CHILD: &str = "PAGEFERRY_TEST_CHILD";
-    if std::env::var_os(CHILD).is_some_and(|child| child == name) {
-        return false;
-    }
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", name, "--nocapture"])
-        .env(CHILD, name)
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    println!("{text}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{name}: {}", output.status);
-    assert!(text.contains("1 passed"), "there is no test {name}");
-    true
 }
 
 /// A machine with flat tables: the first GiB, and the doorbell's 2 MiB, at their own addresses.

@@ -469,6 +469,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         for channel in &self.core.urgent {
             channel.keep_time(self.core, interval, patience);
         }
+        self.start_readers();
         for channel in &self.bulk {
             channel.bulk.keep_alive(interval);
         }

@@ -152,7 +152,6 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
         id: ChannelId,
         connection: Connection,
     ) -> Result<(), MigrationError> {
-        self.attempts = 0;
         let shared = self.dialler.shared;
         let index = Shared::ledger_index(id, self.dialler.config.bulk_channels);
         let (connection, bell) = (Arc::new(connection), Arc::new(Bell::new()?));
@@ -171,6 +170,8 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
                     .post(Letter::ChannelLost(generation, id, error));
             })
             .map_err(|e| MigrationError::os("cannot start the thread of a channel", e))?;
+        // Only now: while the host has no room for the thread, the pauses between attempts grow.
+        self.attempts = 0;
         self.open.push(Open {
             id,
             connection,

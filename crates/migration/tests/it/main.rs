@@ -20,6 +20,7 @@ mod recovery;
 mod recovery_figures;
 mod scripted;
 mod sessions;
+mod shortage;
 mod support;
 mod vmm_access;
 mod wire_channel;

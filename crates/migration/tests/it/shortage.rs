@@ -1,0 +1,164 @@
+#![expect(unsafe_code, reason = "gives the privileges of root up")]
+//! A host that lacks threads or memory once the VM is handed over. The VM runs on, and the session
+//! completes when the shortage is over.
+
+use crate::failures_destination::attempt_on;
+use crate::failures_machine::{Failing, Fault};
+use crate::recovery::{assert_whole, moved, slow, source_config, wait_for_handover};
+use crate::scripted::source::Template;
+use crate::scripted::{LONG, limits};
+use crate::support::{
+    WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen, migrate_to, receive_as, tcp,
+};
+use pageferry_machine::{Delivery, Engine, Machine};
+use pageferry_migration::wire::Role;
+use pageferry_migration::{DestinationConfig, RunningVm, SourceConfig, Switch};
+use pageferry_testkit::shaper::Which;
+use pageferry_testkit::{runs_in_child, wait_until};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::sync::Arc;
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+/// A user of nothing else.
+const NOBODY: libc::uid_t = 54_321;
+
+/// Gives the privileges of root up, which no limit of threads holds for. The process must be a
+/// child of the test.
+fn become_nobody() {
+    // SAFETY: the call changes no memory. All threads of the process change their user.
+    let became = unsafe { libc::setresuid(NOBODY, NOBODY, NOBODY) };
+    // A user who is not root has limits already.
+    assert!(became == 0 || rustix::process::getuid().as_raw() != 0);
+}
+
+/// Lets no thread start while it lives.
+struct NoThreads(Rlimit);
+
+impl NoThreads {
+    fn begin() -> Self {
+        let before = getrlimit(Resource::Nproc);
+        let none = Rlimit {
+            current: Some(0),
+            ..before.clone()
+        };
+        setrlimit(Resource::Nproc, none).unwrap();
+        let refused = std::thread::Builder::new().spawn(|| ());
+        assert!(refused.is_err(), "the limit holds");
+        Self(before)
+    }
+}
+
+impl Drop for NoThreads {
+    fn drop(&mut self) {
+        setrlimit(Resource::Nproc, self.0.clone()).unwrap();
+    }
+}
+
+#[test]
+fn a_vm_survives_the_loss_of_all_channels_while_no_thread_can_start() {
+    if runs_in_child("shortage::a_vm_survives_the_loss_of_all_channels_while_no_thread_can_start") {
+        return;
+    }
+    become_nobody();
+    let vm = WorkloadVm::booted(Engine::Soft, 2, 64 * MIB);
+    vm.wait_progress(64);
+    let ends = moved(&vm, &source_config(), slow(), |stage| {
+        wait_for_handover(stage);
+        let shortage = NoThreads::begin();
+        stage.shaper.reset(Which::All);
+        wait_until("the loss", || stage.session.status().lost_for.is_some());
+        std::thread::sleep(Duration::from_millis(500));
+        let (here, there) = (stage.session.status(), stage.destination.status());
+        assert_eq!((here.stage, there.stage), ("handed-over", "running"));
+        assert!(there.pages_left > 0);
+        let why = here.last_loss.unwrap();
+        assert!(why.contains("thread"), "{why}");
+        drop(shortage);
+    });
+    assert_whole(&vm, &ends);
+}
+
+#[test]
+fn channels_of_a_destination_that_can_start_no_thread_are_read_later() {
+    if runs_in_child("shortage::channels_of_a_destination_that_can_start_no_thread_are_read_later")
+    {
+        return;
+    }
+    become_nobody();
+    let template = Template::new(Engine::Soft, 1, 8 * MIB);
+    let received = attempt_on(
+        tcp(),
+        &template,
+        None,
+        limits(LONG),
+        |p, vm, destination| {
+            p.start();
+            let shortage = NoThreads::begin();
+            p.close();
+            wait_until("the loss", || !destination.status().connected);
+            p.recover();
+            wait_until("the channels", || destination.status().channels.len() == 2);
+            // The guest runs by its requests alone. None comes while it does not wait.
+            while p.unsent.len() + 8 > template.missing.len() {
+                p.answer(p.request());
+            }
+            let status = destination.status();
+            assert_eq!(status.stage, "running");
+            assert!(
+                status
+                    .channels
+                    .iter()
+                    .any(|channel| channel.role == Role::Bulk)
+            );
+            let why = status.last_loss.unwrap();
+            assert!(why.contains("thread"), "{why}");
+            assert!(vm.threads.failures().is_empty());
+            drop(shortage);
+            p.complete();
+        },
+    );
+    received.outcome.unwrap();
+    received.vm.wait_progress(64);
+    received.vm.assert_verifies();
+}
+
+/// Moves a VM to a machine that lacks memory for some pages for a while.
+fn moves(engine: Engine, delivery: Option<Delivery>) {
+    let source = WorkloadVm::booted(engine, 2, 16 * MIB);
+    source.wait_progress(64);
+    let destination = listen(DestinationConfig {
+        delivery,
+        ..DestinationConfig::default()
+    });
+    let config = SourceConfig {
+        settings: Switch::AfterPasses(0).into(),
+        ..SourceConfig::default()
+    };
+    let to = WorkloadVm::empty(engine, 2, 16 * MIB);
+    let fault = Fault::NoMemory { from: 5, to: 40 };
+    let machine: Arc<dyn Machine> = Arc::new(Failing::new(Arc::clone(&to.machine), fault));
+    let failing = RunningVm {
+        machine: &machine,
+        vcpus: &to.threads,
+        devices: to.running().devices,
+    };
+    std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| receive_as(&failing, &to.resolver, &destination));
+        migrate_to(&source, &address_of(&destination), &config).unwrap();
+        receiver.join().unwrap().unwrap();
+    });
+    to.wait_progress(64);
+    to.assert_verifies();
+}
+
+#[test]
+fn a_host_that_lacks_memory_for_a_while_only_delays_a_vm() {
+    moves(Engine::Soft, None);
+    let test = "a_host_that_lacks_memory_for_a_while_only_delays_a_vm";
+    if kvm_usable(test) {
+        for delivery in kvm_deliveries(test) {
+            moves(Engine::Kvm, Some(delivery));
+        }
+    }
+}
