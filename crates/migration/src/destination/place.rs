@@ -322,3 +322,45 @@ impl<'a> Placer<'a> {
         Ok(())
     }
 }
+
+#[cfg(all(test, shuttle))]
+mod model {
+    use super::*;
+    use shuttle::thread;
+    use std::sync::Arc;
+
+    /// A reader with a frame of one page, and the supervisor that loads what SwitchOver announced.
+    /// They write the page for the VM and let the VM in, so both must never be.
+    fn scenario() {
+        let stage = Arc::new(Stage::new());
+        let placing = Arc::new(PageBitmap::new(1));
+        let writing = Arc::new(AtomicU64::new(0));
+        let reader = {
+            let (stage, placing, writing) = (
+                Arc::clone(&stage),
+                Arc::clone(&placing),
+                Arc::clone(&writing),
+            );
+            thread::spawn(move || {
+                let due = stage.get();
+                placing.set_range(0..1);
+                if due == Due::Any && stage.is_still(due) {
+                    writing.store(1, Ordering::SeqCst);
+                    writing.store(0, Ordering::SeqCst);
+                }
+                placing.clear_range(0..1);
+            })
+        };
+        if stage.close(&placing) {
+            assert_eq!(writing.load(Ordering::SeqCst), 0, "a frame writes memory");
+            stage.begin_missing();
+            assert_eq!(writing.load(Ordering::SeqCst), 0, "a frame writes memory");
+        }
+        reader.join().expect("no panic");
+    }
+
+    #[test]
+    fn no_frame_of_precopy_writes_behind_switch_over() {
+        shuttle::check_random(scenario, 20_000);
+    }
+}

@@ -40,7 +40,7 @@ impl NoThreads {
         let before = getrlimit(Resource::Nproc);
         let none = Rlimit {
             current: Some(0),
-            ..before.clone()
+            ..before
         };
         setrlimit(Resource::Nproc, none).unwrap();
         let refused = std::thread::Builder::new().spawn(|| ());
@@ -51,7 +51,7 @@ impl NoThreads {
 
 impl Drop for NoThreads {
     fn drop(&mut self) {
-        setrlimit(Resource::Nproc, self.0.clone()).unwrap();
+        setrlimit(Resource::Nproc, self.0).unwrap();
     }
 }
 
