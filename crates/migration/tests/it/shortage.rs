@@ -12,8 +12,7 @@ use crate::support::{
 };
 use pageferry_machine::{Delivery, Engine, Machine};
 use pageferry_migration::wire::Role;
-use pageferry_migration::{DestinationConfig, RunningVm, SourceConfig, Switch};
-use pageferry_testkit::shaper::Which;
+use pageferry_migration::{DestinationConfig, Route, RunningVm, SourceConfig, Switch};
 use pageferry_testkit::{runs_in_child, wait_until};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::sync::Arc;
@@ -32,51 +31,80 @@ fn become_nobody() {
     assert!(became == 0 || rustix::process::getuid().as_raw() != 0);
 }
 
-/// Lets no thread start while it lives.
-struct NoThreads(Rlimit);
+/// Lets nothing more of a kind be made while it lives.
+struct Lack(Resource, Rlimit);
 
-impl NoThreads {
-    fn begin() -> Self {
-        let before = getrlimit(Resource::Nproc);
-        let none = Rlimit {
-            current: Some(0),
-            ..before
-        };
-        setrlimit(Resource::Nproc, none).unwrap();
+impl Lack {
+    fn of_threads() -> Self {
+        let lack = Self::begin(Resource::Nproc, 0);
         let refused = std::thread::Builder::new().spawn(|| ());
         assert!(refused.is_err(), "the limit holds");
-        Self(before)
+        lack
+    }
+
+    /// Descriptors above those that the process has anyway. poll(2) takes no more than the limit.
+    fn of_descriptors() -> Self {
+        let lack = Self::begin(Resource::Nofile, 8);
+        let refused = std::fs::File::open("/dev/null");
+        assert!(refused.is_err(), "the limit holds");
+        lack
+    }
+
+    fn begin(resource: Resource, most: u64) -> Self {
+        let before = getrlimit(resource);
+        let few = Rlimit {
+            current: Some(most),
+            ..before
+        };
+        setrlimit(resource, few).unwrap();
+        Self(resource, before)
     }
 }
 
-impl Drop for NoThreads {
+impl Drop for Lack {
     fn drop(&mut self) {
-        setrlimit(Resource::Nproc, self.0).unwrap();
+        setrlimit(self.0, self.1).unwrap();
     }
 }
 
-#[test]
-fn a_vm_survives_the_loss_of_all_channels_while_no_thread_can_start() {
-    if runs_in_child("shortage::a_vm_survives_the_loss_of_all_channels_while_no_thread_can_start") {
-        return;
-    }
-    become_nobody();
+/// Moves a VM, and makes its source open all channels again while the host lacks something.
+fn survives(lack: fn() -> Lack, why: &str) {
     let vm = WorkloadVm::booted(Engine::Soft, 2, 64 * MIB);
     vm.wait_progress(64);
     let ends = moved(&vm, &source_config(), slow(), |stage| {
         wait_for_handover(stage);
-        let shortage = NoThreads::begin();
-        stage.shaper.reset(Which::All);
-        wait_until("the loss", || stage.session.status().lost_for.is_some());
-        std::thread::sleep(Duration::from_millis(500));
+        let way = Route::To(stage.shaper.addr().to_string().parse().unwrap());
+        let lack = lack();
+        stage.session.recover(way);
+        wait_until("the loss", || {
+            let loss = stage.session.status().last_loss;
+            loss.is_some_and(|loss| loss.contains(why))
+        });
+        std::thread::sleep(Duration::from_millis(300));
         let (here, there) = (stage.session.status(), stage.destination.status());
         assert_eq!((here.stage, there.stage), ("handed-over", "running"));
         assert!(there.pages_left > 0);
-        let why = here.last_loss.unwrap();
-        assert!(why.contains("thread"), "{why}");
-        drop(shortage);
+        drop(lack);
     });
     assert_whole(&vm, &ends);
+}
+
+#[test]
+fn a_vm_survives_the_loss_of_all_channels_while_no_thread_can_start() {
+    if !runs_in_child("shortage::a_vm_survives_the_loss_of_all_channels_while_no_thread_can_start")
+    {
+        become_nobody();
+        survives(Lack::of_threads, "cannot start a thread");
+    }
+}
+
+#[test]
+fn a_vm_survives_the_loss_of_all_channels_while_no_file_can_be_opened() {
+    if !runs_in_child(
+        "shortage::a_vm_survives_the_loss_of_all_channels_while_no_file_can_be_opened",
+    ) {
+        survives(Lack::of_descriptors, "open files");
+    }
 }
 
 #[test]
@@ -94,7 +122,7 @@ fn channels_of_a_destination_that_can_start_no_thread_are_read_later() {
         limits(LONG),
         |p, vm, destination| {
             p.start();
-            let shortage = NoThreads::begin();
+            let shortage = Lack::of_threads();
             p.close();
             wait_until("the loss", || !destination.status().connected);
             p.recover();
