@@ -20,6 +20,7 @@ use pageferry_userfault::PageBitmap;
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
 use std::thread::ScopedJoinHandle;
+use std::time::Duration;
 
 /// A machine that is armed, and the state of its pages.
 pub(super) struct Prepared<'a> {
@@ -37,7 +38,11 @@ pub(super) struct Postcopy<'s> {
     pub(super) delivery: DeliveryInUse,
 }
 
-/// Pauses the devices and arms the machine. Everything that takes memory is allocated here, before the blackout.
+/// The longest wait for vCPUs that a VMM has left running.
+const PAUSE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Pauses the vCPUs and the devices, and arms the machine. Everything that takes memory is allocated
+/// here, before the blackout.
 pub(super) fn prepare<'a>(
     incoming: &Incoming,
     vm: &RunningVm<'a>,
@@ -45,6 +50,8 @@ pub(super) fn prepare<'a>(
     states: DeviceStates<'a>,
 ) -> Result<Prepared<'a>, MigrationError> {
     let machine = vm.machine;
+    // The VM's memory is not its own any more. Not every machine notices that a vCPU runs.
+    vm.vcpus.pause(PAUSE_LIMIT)?;
     devices::pause(vm.devices)?;
     let missing = Arc::new(PageBitmap::try_new(machine.ram().pages() as usize)?);
     let options = incoming.host.config.arm_options();

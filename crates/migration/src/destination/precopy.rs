@@ -10,6 +10,9 @@ use std::time::{Duration, Instant};
 /// The interval between two SetupProgress frames.
 const REPORT_INTERVAL: Duration = Duration::from_millis(500);
 
+/// Passes that begin behind so many phases are not in the report.
+const RECORDED_PHASES: usize = 1000;
+
 /// The progress of pre-copy.
 pub(super) struct Precopy {
     /// Dropping it ends its threads.
@@ -48,7 +51,13 @@ impl Supervisor<'_, '_, '_> {
         self.precopy.pass = pass.pass;
         self.precopy.pages = pass.pages;
         self.precopy.before = self.bulk_pages();
-        self.enter(Phase::Precopy { pass: pass.pass });
+        let phase = Phase::Precopy { pass: pass.pass };
+        // A source chooses how many passes there are, and their numbers.
+        if self.phases.len() < RECORDED_PHASES {
+            self.enter(phase);
+        } else {
+            self.observer.phase(phase);
+        }
     }
 
     /// The pages that came on bulk channels so far.

@@ -289,6 +289,30 @@ fn memories(engine: Engine, delivery: Option<Delivery>) -> Vec<(String, Workload
     all
 }
 
+/// The contract forbids it, and KVM refuses such a machine. On the soft engine nothing is lost.
+#[test]
+fn a_soft_vm_that_runs_already_becomes_the_one_that_comes() {
+    let _parallel = in_parallel();
+    for passes in [0, 2] {
+        let to = WorkloadVm::booted(Engine::Soft, 2, MEMORY);
+        to.wait_progress(to.workload.memory_map().share_pages());
+        let source = WorkloadVm::booted(Engine::Soft, 2, MEMORY);
+        source.wait_progress(64);
+        let destination = listen(DestinationConfig::default());
+        let config = SourceConfig {
+            settings: Switch::AfterPasses(passes).into(),
+            ..SourceConfig::default()
+        };
+        std::thread::scope(|scope| {
+            let receiver = scope.spawn(|| receive_as(&to.running(), &to.resolver, &destination));
+            migrate_to(&source, &address_of(&destination), &config).unwrap();
+            receiver.join().unwrap().unwrap();
+        });
+        to.wait_progress(2 * to.workload.memory_map().share_pages());
+        to.assert_verifies();
+    }
+}
+
 #[test]
 fn bytes_that_the_memory_held_before_do_not_survive_a_move() {
     let _parallel = in_parallel();
