@@ -133,6 +133,13 @@ fn data_after(fd: BorrowedFd<'_>, offset: u64) -> Result<Option<u64>, MachineErr
     }
 }
 
+/// Whether no page of a file has memory.
+fn is_empty(fd: BorrowedFd<'_>) -> Result<bool, MachineError> {
+    let stat = rustix::fs::fstat(fd);
+    let stat = stat.map_err(|e| MachineError::os("cannot examine the file of guest memory", e))?;
+    Ok(stat.st_blocks == 0)
+}
+
 /// A sealed memfd of `bytes` bytes.
 fn memfd(bytes: u64, flags: MemfdFlags) -> Result<OwnedFd, MachineError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | flags;
@@ -339,8 +346,8 @@ impl GuestRam {
     /// `most - 1` that follow. The pages before them are zero, and reading those would allocate
     /// them. It takes time for `most` pages, each of which is a system call, and for the hole.
     ///
-    /// All memory of a pool counts: its files have no holes to find. So does all private memory:
-    /// reading its holes allocates nothing.
+    /// Once a file of a pool has any page, all of the file counts: the kernel finds no holes in it.
+    /// All private memory counts: reading its holes allocates nothing.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -359,7 +366,12 @@ impl GuestRam {
         let mut next = from.0;
         let mut found = None;
         for (fd, offset, pages) in self.files(from, self.pages() - from.0) {
-            let data = data_after(fd, offset)?.map_or(pages, |data| (data - offset) / PAGE_SIZE);
+            let data = if self.backing().is_hugetlb() && is_empty(fd)? {
+                pages
+            } else {
+                // Not SEEK_HOLE: it would look at all the memory up to the next hole.
+                data_after(fd, offset)?.map_or(pages, |data| (data - offset) / PAGE_SIZE)
+            };
             if data < pages {
                 found = Some(bounded(next + data));
                 break;

@@ -140,7 +140,7 @@ impl Supervisor<'_, '_, '_> {
         if let Some(mut control) = self.control.take() {
             control.close_gracefully();
         }
-        self.end_older(u32::MAX);
+        self.end_up_to(u32::MAX);
         self.end_fault_threads();
         self.forget_letters();
         self.publish();

@@ -220,8 +220,10 @@ impl Desk {
 
     /// Ends the session that has the destination. Its channels are unknown from now on.
     pub(super) fn end(&self) {
-        self.lock().active = None;
-        // Connections of the session that nobody has taken.
+        let mut state = self.lock();
+        state.active = None;
+        // Connections of the session that nobody has taken. Under the lock: another thread may
+        // accept the next session at once, whose letters come under the lock too.
         while self.letters.take().is_some() {}
     }
 }

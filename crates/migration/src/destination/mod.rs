@@ -341,7 +341,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 self.naming = Some(Naming::new(stage));
                 self.name_missing();
             }
-            Action::EndOlder(generation) => self.end_older(generation),
+            Action::EndUpTo(generation) => self.end_up_to(generation),
             Action::EndChannel(id) => self.end_channel(id),
             Action::RepeatRequests => self.core.repeat_requests(),
             Action::StartGuest => self.start_guest(),
@@ -521,6 +521,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         for channel in &self.core.urgent {
             channel.keep_time(self.core, interval, patience);
         }
+        self.start_readers();
         for channel in &self.bulk {
             channel.bulk.keep_alive(interval);
         }

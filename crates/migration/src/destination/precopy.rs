@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 /// The interval between two SetupProgress frames.
 const REPORT_INTERVAL: Duration = Duration::from_millis(500);
 
+/// Passes that begin behind so many phases are not in the report.
+const RECORDED_PHASES: usize = 1000;
+
 /// The progress of pre-copy.
 pub(super) struct Precopy {
     /// Dropping it ends its threads.
@@ -52,9 +55,15 @@ impl Supervisor<'_, '_, '_> {
         self.precopy.pass = pass.pass;
         self.precopy.pages = pass.pages;
         self.precopy.before = self.bulk_pages();
-        // The source chooses how many there are.
-        if self.precopy.told.take().is_some() {
-            self.enter(Phase::Precopy { pass: pass.pass });
+        // The source chooses how many there are, and their numbers.
+        if self.precopy.told.take().is_none() {
+            return;
+        }
+        let phase = Phase::Precopy { pass: pass.pass };
+        if self.phases.len() < RECORDED_PHASES {
+            self.enter(phase);
+        } else {
+            self.observer.phase(phase);
         }
     }
 

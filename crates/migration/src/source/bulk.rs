@@ -127,7 +127,8 @@ impl Bulk<'_> {
         incoming: &RefCell<Incoming>,
     ) -> Result<Next, MigrationError> {
         let shared = self.shared;
-        let mode = shared.mode();
+        let turn = shared.turn();
+        let mode = turn.mode();
         if shared.ledger.without_receipt(self.index) >= MAX_UNCONFIRMED {
             return Ok(Next::AwaitReceipt);
         }
@@ -173,7 +174,7 @@ impl Bulk<'_> {
             }
             Mode::Hold | Mode::Answer => false,
         };
-        if filled && shared.mode() != mode {
+        if filled && shared.turn() != turn {
             frame.give_back(&shared.ledger);
             return Ok(Next::Rest);
         }

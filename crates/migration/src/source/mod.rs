@@ -141,6 +141,9 @@ fn attempts(
     let _pinned = pinned.map_err(|e| failed(e.into()))?;
     let checked = config.settings.check();
     checked.map_err(|error| failed(error.into()))?;
+    // A page that is missing here has no bytes to send.
+    let whole = vm.machine.ram().check_whole();
+    whole.map_err(|error| failed(error.into()))?;
     let offer = setup::offer(vm, guest, config).map_err(failed)?;
     loop {
         let outcome = attempt(vm, route, &offer, config, session, observer);

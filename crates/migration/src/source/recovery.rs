@@ -202,8 +202,6 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
         id: ChannelId,
         connection: Connection,
     ) -> Result<(), MigrationError> {
-        let attempts = self.others.entry((id.role, id.index)).or_default();
-        attempts.pace.opened(Instant::now());
         let shared = self.dialler.shared;
         let index = Shared::ledger_index(id, self.dialler.config.bulk_channels);
         let (connection, bell) = (Arc::new(connection), Arc::new(Bell::new()?));
@@ -222,6 +220,9 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
                     .post(Letter::ChannelLost(generation, id, error));
             })
             .map_err(|e| MigrationError::os("cannot start the thread of a channel", e))?;
+        // Only now: while the host has no room for the thread, the pauses between attempts grow.
+        let attempts = self.others.entry((id.role, id.index)).or_default();
+        attempts.pace.opened(Instant::now());
         self.open.push(Open {
             id,
             connection,

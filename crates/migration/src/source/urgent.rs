@@ -4,6 +4,7 @@
 //! It spins for the next request before it sleeps, since a wake-up takes ten times as long. It
 //! answers all requests that have arrived together by one vectored write.
 
+use super::gate::Due;
 use super::pages::{is_zero, stopped_page};
 use super::shared::{Mode, Shared};
 use crate::bell::Bell;
@@ -41,17 +42,25 @@ pub(super) struct Urgent<'a> {
     pub(super) index: usize,
 }
 
+/// A page to answer, and when its request arrived.
+struct Claimed<'a> {
+    page: RamPage,
+    arrived: Instant,
+    /// Dropped when the answer is in the socket.
+    _due: Due<'a>,
+}
+
 /// The bytes that come in on the channel.
-struct Incoming {
+struct Incoming<'a> {
     buffer: [u8; REQUESTS * URGENT_BYTES],
     filled: usize,
-    /// Pages to answer, claimed already, and when their requests arrived.
-    claimed: Vec<(RamPage, Instant)>,
+    /// Pages to answer, which the ledger has given to this thread.
+    claimed: Vec<Claimed<'a>>,
     heard: Instant,
     error: Option<MigrationError>,
 }
 
-impl Urgent<'_> {
+impl<'a> Urgent<'a> {
     /// Answers requests until the channel is lost.
     pub(super) fn run(&self) -> MigrationError {
         let incoming = RefCell::new(Incoming {
@@ -67,8 +76,7 @@ impl Urgent<'_> {
         let silent = self.is_silent(&incoming).then_some(SILENT);
         let mut incoming = incoming.into_inner();
         // Pages that were claimed and are in no message.
-        self.shared.gate.answered(incoming.claimed.len());
-        for (page, _) in incoming.claimed.drain(..) {
+        for Claimed { page, .. } in incoming.claimed.drain(..) {
             self.shared.ledger.unclaim(page.index()..page.index() + 1);
         }
         incoming
@@ -78,7 +86,7 @@ impl Urgent<'_> {
             .unwrap_or(MigrationError::Cancelled)
     }
 
-    fn answer(&self, incoming: &RefCell<Incoming>) -> Result<(), MigrationError> {
+    fn answer(&self, incoming: &RefCell<Incoming<'a>>) -> Result<(), MigrationError> {
         let stop = || self.take(incoming).is_err() || self.is_silent(incoming);
         let wait = Wait::block("urgent reply").unless(&stop);
         let mut said = Instant::now();
@@ -92,9 +100,8 @@ impl Urgent<'_> {
             }
             let pages = std::mem::take(&mut incoming.borrow_mut().claimed);
             if !pages.is_empty() {
-                let replied = self.reply(&pages, &wait);
-                self.shared.gate.answered(pages.len());
-                replied?;
+                self.reply(&pages, &wait)?;
+                drop(pages);
                 said = Instant::now();
                 spinner = Spinner::new(URGENT_SPIN);
                 continue;
@@ -111,10 +118,10 @@ impl Urgent<'_> {
     }
 
     /// Sends claimed pages.
-    fn reply(&self, pages: &[(RamPage, Instant)], wait: &Wait<'_>) -> Result<(), MigrationError> {
+    fn reply(&self, pages: &[Claimed<'_>], wait: &Wait<'_>) -> Result<(), MigrationError> {
         let mut heads = Vec::with_capacity(pages.len());
         let mut bodies = Vec::with_capacity(pages.len());
-        for (page, arrived) in pages {
+        for Claimed { page, arrived, .. } in pages {
             // SAFETY: (1) `take` claims pages only after the guest has stopped for good. It is not
             // resumed while the threads of channels live. (2) The VMM's own writes are refused.
             let bytes = unsafe { stopped_page(self.shared.ram, *page) };
@@ -145,13 +152,13 @@ impl Urgent<'_> {
         Ok(())
     }
 
-    fn is_silent(&self, incoming: &RefCell<Incoming>) -> bool {
+    fn is_silent(&self, incoming: &RefCell<Incoming<'a>>) -> bool {
         incoming.borrow().heard.elapsed() > self.shared.patience.get()
     }
 
     /// Takes the messages that have arrived, and claims the requested pages. An error stays in
     /// `incoming`.
-    fn take(&self, incoming: &RefCell<Incoming>) -> Result<(), ()> {
+    fn take(&self, incoming: &RefCell<Incoming<'a>>) -> Result<(), ()> {
         let incoming = &mut *incoming.borrow_mut();
         incoming.take(self).map_err(|error| {
             incoming.error.get_or_insert(error);
@@ -174,8 +181,8 @@ impl Urgent<'_> {
     }
 }
 
-impl Incoming {
-    fn take(&mut self, urgent: &Urgent<'_>) -> Result<(), MigrationError> {
+impl<'a> Incoming<'a> {
+    fn take(&mut self, urgent: &Urgent<'a>) -> Result<(), MigrationError> {
         let shared = urgent.shared;
         // A destination confirms every few pages. One that does not gets no more.
         if shared.ledger.without_receipt(urgent.index) > MAX_UNCONFIRMED {
@@ -204,7 +211,7 @@ impl Incoming {
 
     fn handle(
         &mut self,
-        urgent: &Urgent<'_>,
+        urgent: &Urgent<'a>,
         message: &UrgentMessage,
     ) -> Result<(), MigrationError> {
         let shared = urgent.shared;
@@ -222,8 +229,11 @@ impl Incoming {
                     prefetch.requested(page);
                 }
                 if shared.ledger.claim(page) {
-                    shared.gate.to_answer(1);
-                    self.claimed.push((page, self.heard));
+                    self.claimed.push(Claimed {
+                        page,
+                        arrived: self.heard,
+                        _due: shared.gate.to_answer(),
+                    });
                 } else {
                     // The page was sent already, on any channel.
                     shared.figures.late.fetch_add(1, Ordering::Relaxed);

@@ -21,6 +21,7 @@ mod recovery;
 mod recovery_figures;
 mod scripted;
 mod sessions;
+mod shortage;
 mod strangers;
 mod support;
 mod vmm_access;

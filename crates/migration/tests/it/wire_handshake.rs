@@ -662,7 +662,7 @@ fn a_destination_that_drips_does_not_postpone_the_end_of_a_handshake() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string().parse().unwrap();
         let limit = Duration::from_millis(300);
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             scope.spawn(|| drip(&listener, bytes));
             let began = Instant::now();
             let error = dial(&address, &protection, &ours, FIRST, limit, &never).unwrap_err();

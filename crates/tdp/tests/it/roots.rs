@@ -112,11 +112,11 @@ unsafe impl Platform for Askew {
 
     unsafe fn free_table(&self, _: NonNull<Entry>, _: usize) {}
 
-    fn frame(&self, table: NonNull<Entry>) -> pageferry_addr::Pfn {
+    fn frame(&self, table: NonNull<Entry>) -> Pfn {
         self.0.frame(table)
     }
 
-    fn pointer(&self, table: pageferry_addr::Pfn) -> NonNull<Entry> {
+    fn pointer(&self, table: Pfn) -> NonNull<Entry> {
         let address = (table.0 << 12) as usize;
         NonNull::new(std::ptr::with_exposed_provenance_mut(address)).unwrap()
     }
