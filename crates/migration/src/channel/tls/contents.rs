@@ -42,7 +42,8 @@ fn what_else(bytes: &[u8], wanted: Wanted) -> Option<&'static str> {
     let key = key.clone().any(has);
     let encrypted = has("ENCRYPTED PRIVATE KEY") || text.contains("Proc-Type: 4,ENCRYPTED");
     Some(match wanted {
-        _ if bytes.is_empty() => "is empty: expected PEM",
+        Wanted::Key if bytes.is_empty() => "has no private key: the file is empty",
+        Wanted::Certificate if bytes.is_empty() => "has no certificate: the file is empty",
         // The first bytes of a long SEQUENCE.
         _ if bytes.starts_with(&[0x30, 0x82]) => {
             "is DER or PKCS#12: expected PEM, which `openssl x509`, `pkey` or `pkcs12` writes"
