@@ -341,7 +341,13 @@ fn take_in(
     };
     host.set_vm(Some(&vm));
     *console = match (vm.console(), &args.console) {
-        (Some(from), Some(target)) => Some(Shown::start(from, target)?),
+        (Some(from), Some(target)) => match Shown::start(from, target) {
+            Ok(shown) => Some(shown),
+            Err(failure) => {
+                incoming.refuse(&failure.message);
+                return Err(failure);
+            }
+        },
         _ => None,
     };
     let watched = Arc::clone(host);
@@ -425,15 +431,27 @@ fn start(
         activity: Activity::Arriving,
         feed: Arc::clone(feed),
     };
-    std::thread::Builder::new()
+    // The thread takes the offer when it runs: if there is none, the source has to hear why.
+    let (offer, taken) = channel::<Incoming>();
+    let spawned = std::thread::Builder::new()
         .name("migration".into())
         .spawn(move || {
+            let Ok(incoming) = taken.recv() else {
+                return;
+            };
             let stop = || stop.load(Ordering::Acquire);
             let result = catch_defect(|| incoming.receive(&vm.running(), &resolver, &stop, &watch));
             // The receiver is gone only if the process is ending.
             let _ = sender.send(result);
-        })
-        .map_err(|e| Failure::os("cannot start the migration's thread", e))?;
+        });
+    if let Err(e) = spawned {
+        let failure = Failure::os("cannot start the migration's thread", e);
+        incoming.refuse(&failure.message);
+        return Err(failure);
+    }
+    if let Err(unsent) = offer.send(incoming) {
+        unsent.0.refuse("the migration's thread has ended");
+    }
     Ok(outcome)
 }
 

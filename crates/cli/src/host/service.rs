@@ -22,6 +22,7 @@ use pageferry_migration::{
 use serde_json::{Value, json};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
 
 /// The states of a VM.
 pub(crate) const VM_STATES: [&str; 8] = [
@@ -34,6 +35,9 @@ pub(crate) const VM_STATES: [&str; 8] = [
     "given-up",
     "incomplete",
 ];
+
+/// The longest wait for the end of an arrival. Without the source it ends after 10 s.
+const END_OF_ARRIVAL: Duration = Duration::from_secs(15);
 
 /// Serves a host's control socket.
 pub(crate) struct HostService(pub(crate) Arc<Host>);
@@ -90,8 +94,20 @@ impl Service for HostService {
 impl Host {
     /// Runs `act` on a VM that has no other activity.
     fn while_here<T>(&self, act: impl FnOnce(&Vm) -> Result<T, Failure>) -> Result<T, Failure> {
+        self.wait_for_the_end_of_an_arrival();
         let _exclusive = self.exclusive()?;
         act(&*self.vm_here(&self.activity())?)
+    }
+
+    /// Waits while a VM whose pages are all here is still arriving. The source may know already that
+    /// it is complete: what its user asks for next must not depend on which process is faster.
+    fn wait_for_the_end_of_an_arrival(&self) {
+        let until = Instant::now() + END_OF_ARRIVAL;
+        while Instant::now() < until
+            && let Activity::Arriving(Phase::Completion | Phase::Completed) = self.activity()
+        {
+            std::thread::sleep(Interrupts::POLL);
+        }
     }
 
     /// Excludes other operations on the VM.
@@ -211,6 +227,7 @@ impl Host {
         session.prepare(config.settings);
         let feed = Feed::new();
         let (done, outcome) = channel();
+        self.wait_for_the_end_of_an_arrival();
         {
             let _exclusive = self.exclusive()?;
             self.check_runs_here()?;

@@ -45,13 +45,14 @@ impl<'a> StopRequests<'a> {
         (self.interrupts.count(), quits)
     }
 
-    /// Returns a request if any came since the last call. This answers all that came.
+    /// Returns the next request. A `quit` answers the signals that came before it too.
     pub(crate) fn take(&mut self) -> Option<Stop> {
-        let (before, now) = (self.answered, self.received());
-        self.answered = now;
-        if now.1 > before.1 {
+        let now = self.received();
+        if now.1 > self.answered.1 {
+            self.answered = (now.0, self.answered.1 + 1);
             Some(Stop::Quit)
-        } else if now.0 > before.0 {
+        } else if now.0 > self.answered.0 {
+            self.answered.0 += 1;
             Some(Stop::Signal)
         } else {
             None
@@ -147,6 +148,8 @@ pub(crate) fn wait_for_outcome<T>(
         }
         let Some(stop) = stops.take() else { continue };
         if !(answers.switched_over)() {
+            // One cancellation answers all of them: none may end a VM that runs on.
+            stops.forget();
             (answers.cancel)(stop);
         } else if finishing {
             return Err(NoOutcome::Abandoned);
@@ -176,6 +179,43 @@ mod tests {
         host.ask_to_quit();
         assert_eq!(stops.take(), Some(Stop::Quit));
         assert_eq!(stops.take(), None);
+    }
+
+    #[test]
+    fn two_signals_at_once_count_as_two_after_the_switch_over() {
+        let interrupts = Interrupts::default();
+        let mut stops = StopRequests::new(&interrupts, None);
+        let (_sender, outcome) = channel::<()>();
+        let told = Cell::new(0);
+        interrupts.add();
+        interrupts.add();
+        let answers = Answers {
+            switched_over: &|| true,
+            cancel: &|_| unreachable!("it is too late"),
+            finishing: &|| told.set(told.get() + 1),
+        };
+        let ended = wait_for_outcome(&outcome, &mut stops, &answers);
+        assert_eq!((ended, told.get()), (Err(NoOutcome::Abandoned), 1));
+    }
+
+    #[test]
+    fn two_signals_at_once_cancel_once_and_leave_none_behind() {
+        let interrupts = Interrupts::default();
+        let mut stops = StopRequests::new(&interrupts, None);
+        let (sender, outcome) = channel();
+        let told = Cell::new(0);
+        interrupts.add();
+        interrupts.add();
+        let answers = Answers {
+            switched_over: &|| false,
+            cancel: &|_| {
+                told.set(told.get() + 1);
+                sender.send(()).unwrap();
+            },
+            finishing: &|| unreachable!("it was cancelled"),
+        };
+        assert_eq!(wait_for_outcome(&outcome, &mut stops, &answers), Ok(()));
+        assert_eq!((told.get(), stops.take()), (1, None));
     }
 
     #[test]

@@ -101,7 +101,7 @@ pub enum OpenError {
     },
     /// The user has no permission.
     #[error(
-        "{address}: permission denied (ports below 1024 and foreign directories need privileges)"
+        "{address}: permission denied (ports below 1024, sockets and directories of other users need privileges, and a firewall of this host may refuse)"
     )]
     Denied {
         /// The address.
