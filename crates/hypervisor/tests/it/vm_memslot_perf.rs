@@ -1,6 +1,6 @@
-//! The tests of Linux's `tools/testing/selftests/kvm/memslot_perf_test.c`, with fewer pages: a guest
-//! writes to memory in several slots while the host unmaps pages or moves a slot. Each test checks
-//! all words that the guest has written.
+//! The tests of Linux's `tools/testing/selftests/kvm/memslot_perf_test.c`, with fewer pages: a
+//! guest writes to memory in several slots while the host unmaps pages or moves a slot. Each test
+//! checks all words that the guest has written.
 
 use crate::support::fleet::set;
 use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu};
@@ -124,8 +124,8 @@ impl TestVm {
         wait_until("the guest to go over its pages", || passes() >= goal);
     }
 
-    /// Runs `host` beside the guest, which gets `[first, middle, end]` and a stride in pages. Returns
-    /// the addresses of stores that met no slot.
+    /// Runs `host` beside the guest, which gets `[first, middle, end]` and a stride in pages.
+    /// Returns the addresses of stores that met no slot.
     fn run(&self, pages: [u64; 3], stride: u64, host: impl FnOnce()) -> Vec<Gpa> {
         let mut vcpu = vcpu(&self.vm, 0, 0);
         let [first, middle, end] = pages.map(gpa);
