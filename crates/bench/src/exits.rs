@@ -4,6 +4,7 @@
 use crate::vm::{Faults, LIMIT, create, fill, toucher};
 use crate::{BenchError, Samples};
 use pageferry_addr::RamPage;
+use pageferry_guest::TouchOrder;
 use pageferry_machine::{Access, Delivery, Engine, FaultEvents, HookVerdict, Kicker, Machine};
 use pageferry_migration::channel::Spinner;
 use pageferry_migration::{FAULT_SPIN, monotonic_ns};
@@ -82,7 +83,7 @@ pub(crate) fn exit_and_resume(
         memory_bytes,
         Arc::clone(&faults) as Arc<dyn Faults>,
     )?;
-    let program = toucher(engine, 1, memory_bytes, u64::MAX)?;
+    let program = toucher(engine, 1, memory_bytes, u64::MAX, TouchOrder::Random)?;
     let pages = vm.machine.ram().pages();
     vm.machine.ram().allocate()?;
     let data = program.memory_map().data();

@@ -31,8 +31,6 @@ mod link;
 #[cfg(feature = "benchmarks")]
 pub mod linux;
 #[cfg(feature = "benchmarks")]
-pub mod memslot;
-#[cfg(feature = "benchmarks")]
 pub mod model;
 #[cfg(feature = "benchmarks")]
 pub mod peer;

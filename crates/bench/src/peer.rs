@@ -6,7 +6,7 @@
 use crate::vm::{Faults, Vm, create_on, fill, isa_of, toucher};
 use crate::{BenchError, Setting};
 use pageferry_addr::PAGE_SIZE;
-use pageferry_guest::Workload;
+use pageferry_guest::{TouchOrder, Workload};
 use pageferry_machine::{Backing, Engine, MachineSpec};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{Connection, Listener, Wait};
@@ -135,18 +135,21 @@ pub enum Guest {
     /// A program whose vCPUs store to all data pages, each in a random order of its own. It starts
     /// when the VM has moved.
     Toucher,
+    /// As `Toucher`, but each vCPU stores to its own part of the pages, in ascending order.
+    InOrder,
     /// A program that touches one page. It starts when the VM has moved, and leaves the cores to
     /// the migration.
     Quiet,
 }
 
 impl Guest {
-    const ALL: [Self; 3] = [Self::Workload, Self::Toucher, Self::Quiet];
+    const ALL: [Self; 4] = [Self::Workload, Self::Toucher, Self::InOrder, Self::Quiet];
 
     const fn name(self) -> &'static str {
         match self {
             Self::Workload => "workload",
             Self::Toucher => "toucher",
+            Self::InOrder => "in-order",
             Self::Quiet => "quiet",
         }
     }
@@ -287,9 +290,14 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
             vm.threads.resume();
             std::thread::sleep(WARM_UP);
         }
-        Guest::Toucher | Guest::Quiet => {
+        Guest::Toucher | Guest::InOrder | Guest::Quiet => {
             let pages = if guest == Guest::Quiet { 1 } else { u64::MAX };
-            let program = toucher(engine, vcpus, used_bytes, pages)?;
+            let order = if guest == Guest::InOrder {
+                TouchOrder::Ascending
+            } else {
+                TouchOrder::Random
+            };
+            let program = toucher(engine, vcpus, used_bytes, pages, order)?;
             fill(&vm, 0..used_bytes / PAGE_SIZE)?;
             vm.load(program.program())?;
         }

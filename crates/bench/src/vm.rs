@@ -21,13 +21,17 @@ pub(crate) fn toucher(
     vcpus: u32,
     memory_bytes: u64,
     pages: u64,
+    order: TouchOrder,
 ) -> Result<Toucher, BenchError> {
     let touch = Touch {
         access: TouchAccess::Write,
-        order: TouchOrder::Random,
+        order,
         passes: 1,
     };
     let map = MemoryMap::new(isa_of(engine), vcpus, memory_bytes)?;
+    if order == TouchOrder::Ascending {
+        return Ok(Toucher::partitioned(map, touch));
+    }
     let data = map.data();
     let end = data.end.min(data.start.saturating_add(pages));
     let ranges = vec![data.start..end; vcpus as usize];

@@ -2,9 +2,9 @@
 //! The one place that chooses the source of atomics: `core`, or loom's model of it.
 
 #[cfg(not(loom))]
-pub(crate) use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
+pub(crate) use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
+pub(crate) use loom::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// A part of everything that is freed after a grace period. In loom's models it reports a use that
 /// a free did not wait for. Otherwise it is empty.
@@ -54,52 +54,28 @@ pub(crate) fn prefetch<T>(at: *const T) {
     let _ = at;
 }
 
-/// A word or a pointer that only one thread stores to.
-pub(crate) trait Own {
-    /// Copies the value. Nobody stores to it meanwhile.
-    #[cfg(loom)]
-    fn copied(&self) -> Self;
-}
-
-#[cfg(not(loom))]
-impl<T> Own for AtomicPtr<T> {}
-#[cfg(not(loom))]
-impl Own for AtomicU64 {}
-
-#[cfg(loom)]
-impl<T> Own for AtomicPtr<T> {
-    fn copied(&self) -> Self {
-        // SAFETY: nobody stores to it meanwhile.
-        Self::new(unsafe { self.unsync_load() })
-    }
-}
-#[cfg(loom)]
-impl Own for AtomicU64 {
-    fn copied(&self) -> Self {
-        // SAFETY: as above.
-        Self::new(unsafe { self.unsync_load() })
-    }
-}
-
-/// Copies `count` values. Nobody stores to them meanwhile. The ranges may overlap.
+/// Copies `count` pointers. Nobody stores to them meanwhile. The ranges may overlap.
 ///
 /// # Safety
 /// As for [`core::ptr::copy`]. The old values at `to` need no drop.
 #[cfg(not(loom))]
 #[inline(always)]
-pub(crate) unsafe fn copy_own<T: Own>(from: *const T, to: *mut T, count: usize) {
+pub(crate) unsafe fn copy_own<T>(from: *const AtomicPtr<T>, to: *mut AtomicPtr<T>, count: usize) {
     // SAFETY: as the caller says; loads do not race with loads.
     unsafe { core::ptr::copy(from, to, count) }
 }
 
-/// The same for loom, where each value is a separate object.
+/// The same for loom, where each pointer is a separate object.
 ///
 /// # Safety
 /// As above.
 #[cfg(loom)]
-pub(crate) unsafe fn copy_own<T: Own>(from: *const T, to: *mut T, count: usize) {
-    // SAFETY: as the caller says.
-    let copy = |i: usize| unsafe { to.add(i).write((*from.add(i)).copied()) };
+pub(crate) unsafe fn copy_own<T>(from: *const AtomicPtr<T>, to: *mut AtomicPtr<T>, count: usize) {
+    // SAFETY: as the caller says. Nobody stores to the pointer meanwhile.
+    let copy = |i: usize| unsafe {
+        to.add(i)
+            .write(AtomicPtr::new((*from.add(i)).unsync_load()))
+    };
     if to.cast_const() < from {
         (0..count).for_each(copy);
     } else {

@@ -3,7 +3,7 @@
 
 use crate::rules::Plan;
 use crate::table::{Garbage, Space, WriterState};
-use crate::tree::{ByGfn, ByHva, ById, Edit, Incoming, MOST, NEWEST, Need, Order, Place, Tree};
+use crate::tree::{ByGfn, ByHva, ById, Edit, MOST, NEWEST, Need, Order, Place, Tree};
 use crate::{Request, Slot};
 use alloc::vec::Vec;
 use pageferry_addr::GfnRange;
@@ -255,7 +255,7 @@ impl Places {
     /// Reserves all memory that `plan` needs, so that the change cannot fail.
     #[inline]
     pub(crate) fn reserve<D, E>(
-        &mut self,
+        &self,
         space: &Space<D>,
         state: &mut WriterState<D>,
         plan: Plan,
@@ -268,21 +268,17 @@ impl Places {
             by_id,
             by_hva,
         } = self;
-        let incoming = |key| Incoming {
-            key,
-            has_predecessor: old.is_some(),
-        };
         // SAFETY: nothing has changed since the places were found.
         let needs = unsafe {
             match (plan, old) {
                 (Plan::Create(range), _) => {
-                    let gfn = incoming(range.start().0);
-                    let id = incoming(request.id.into());
-                    let hva = incoming(ByHva::starting_at(request.hva.0, request.id));
+                    let gfn = range.start().0;
+                    let id = request.id.into();
+                    let hva = ByHva::starting_at(request.hva.0, request.id);
                     (
-                        space.by_gfn.need_to_put(place.as_mut(), gfn),
-                        space.by_id.need_to_put(by_id.as_mut(), id),
-                        space.by_hva.need_to_put(by_hva.as_mut(), hva),
+                        space.by_gfn.need_to_put(place.as_ref(), gfn),
+                        space.by_id.need_to_put(by_id.as_ref(), id),
+                        space.by_hva.need_to_put(by_hva.as_ref(), hva),
                     )
                 }
                 (Plan::Delete, Some(old)) => (
@@ -291,11 +287,11 @@ impl Places {
                     (space.by_hva).need_to_remove(by_hva.as_ref(), ByHva::key(old)),
                 ),
                 (Plan::Move(range), Some(old)) => {
-                    let (new, from) = (incoming(range.start().0), from.as_ref());
+                    let (new, from) = (range.start().0, from.as_ref());
                     let need =
                         space
                             .by_gfn
-                            .need_to_move(place.as_mut(), new, from, ByGfn::key(old));
+                            .need_to_move(place.as_ref(), new, from, ByGfn::key(old));
                     (need, Need::NOTHING, Need::NOTHING)
                 }
                 _ => (Need::NOTHING, Need::NOTHING, Need::NOTHING),

@@ -23,15 +23,7 @@
 //! - two leaves read at the last complete version:
 //!   `a_slot_that_came_stays_seen_from_the_next_leaf`;
 //! - records used without a check of their version: `a_view_sees_a_move_wholly_or_not`,
-//!   `a_view_outlives_changes`, `flags_change_at_once_and_stay_changed`;
-//! - a slot that comes into a leaf used without a check of its version:
-//!   `a_view_sees_no_slot_that_comes_into_its_leaf`,
-//!   `a_view_sees_nothing_of_a_slot_that_came_and_changed`;
-//! - its cell stored before its key or the number of slots:
-//!   `a_slot_that_was_seen_from_the_next_leaf_stays_seen`,
-//!   `a_slot_that_came_stays_seen_from_the_next_leaf`;
-//! - a moving slot put into a leaf without a copy:
-//!   `a_view_sees_a_move_to_the_end_of_another_leaf_wholly_or_not`.
+//!   `a_view_outlives_changes`, `flags_change_at_once_and_stay_changed`.
 #![cfg(loom)]
 
 use loom::thread;
@@ -551,8 +543,7 @@ fn a_view_sees_a_slot_that_moves_to_where_another_was() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// Two slots come behind the others into a leaf that stays. A reader that sees the second sees the
-/// first too.
+/// Two slots come behind the others of a leaf. A reader that sees the second sees the first too.
 #[test]
 fn slots_that_come_in_order_are_seen_in_order() {
     let seen = Model::of([slot(1, 10, 1, 1)]).explore(
@@ -635,7 +626,7 @@ fn a_slot_comes_where_another_leaf_was() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// A slot comes into a leaf that stays, and another record replaces it. An older view finds
+/// A slot comes behind the others of a leaf, and another record replaces it. An older view finds
 /// neither.
 #[test]
 fn a_view_sees_nothing_of_a_slot_that_came_and_changed() {

@@ -3,11 +3,10 @@
 use super::{Config, Pattern, Phase};
 use crate::BenchError;
 use crate::Samples;
-use crate::memslot::host::SlotMemory;
-use crate::memslot::program::code_words;
+use crate::demand_paging::HostRam;
 use dynasmrt::riscv::RiscvRelocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
-use pageferry_addr::{Gpa, PAGE_SIZE};
+use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_hypervisor::{
     DirtyProtect, Exit, HostMemory, Memslots, Region, SlotFlags, VcpuCore, Vm, VmConfig,
 };
@@ -38,21 +37,17 @@ impl Times {
     }
 }
 
-/// Host memory for the program's page and all vCPUs. Every page is touched, so that the kernel has
-/// allocated it.
-pub(super) fn host(config: &Config) -> Result<Arc<SlotMemory>, BenchError> {
+/// Host memory for the program's page and all vCPUs, which the kernel has allocated.
+pub(super) fn host(config: &Config) -> Result<Arc<HostRam>, BenchError> {
     let pages = u64::from(config.vcpus) * config.pages;
-    let host = SlotMemory::new(1 + pages)?;
-    for page in 0..=pages {
-        host.word(page, 0).store(1, Ordering::Relaxed);
-    }
-    host.write_code(0, &program());
+    let host = HostRam::new((1 + pages) * PAGE_SIZE)?;
+    host.placing().write_at(RamPage(0), 0, &program());
     Ok(host)
 }
 
 /// The guest program. It writes a0 into a doubleword of every page from a1 up to a2, then makes an
 /// ECALL.
-fn program() -> Vec<u32> {
+fn program() -> Vec<u8> {
     let mut ops = VecAssembler::<RiscvRelocation>::new(0);
     dynasm!(ops
         ; .arch riscv64i
@@ -63,18 +58,18 @@ fn program() -> Vec<u32> {
         ; bltu a1, a2, ->next
         ; ecall
     );
-    code_words(ops)
+    ops.finalize().expect("every label is defined")
 }
 
 pub(super) struct LoggedVm<M: Memslots> {
     vm: Vm<M>,
     vcpus: Vec<VcpuCore<M>>,
-    host: Arc<SlotMemory>,
+    host: Arc<HostRam>,
     config: Config,
 }
 
 impl<M: Memslots> LoggedVm<M> {
-    pub(super) fn new(host: &Arc<SlotMemory>, config: Config) -> Result<Self, BenchError> {
+    pub(super) fn new(host: &Arc<HostRam>, config: Config) -> Result<Self, BenchError> {
         let vm = Vm::<M>::with_memslots(VmConfig {
             dirty_by: config.dirty_by,
             dirty_protect: DirtyProtect::ByClear,
@@ -109,7 +104,7 @@ impl<M: Memslots> LoggedVm<M> {
             flags,
             gpa,
             size: (pages.end - pages.start) * PAGE_SIZE,
-            hva: self.host.hva(pages.start),
+            hva: self.host.ram().alias_hva(RamPage(pages.start)),
             memory: Some(Arc::clone(&self.host) as Arc<dyn HostMemory>),
             userfault: None,
         };

@@ -33,7 +33,6 @@
 //! **Neighbours.** Below: [`crate::demand_paging`], whose guests and locks it measures. The command
 //! line prints [`ModelReport`].
 
-mod page;
 mod parts;
 mod queue;
 mod random;
@@ -41,10 +40,9 @@ mod report;
 #[cfg(test)]
 mod tests;
 
-pub use page::{figure, page};
 pub use parts::Parts;
 pub use queue::{Lock, Outcome, Spread, Step, System};
-pub use report::ModelReport;
+pub use report::{ModelReport, figure, page};
 
 use crate::demand_paging::{HostRam, Plan, Scheme, Serving, in_order_touch, soft_touch};
 use crate::kit::Figure;

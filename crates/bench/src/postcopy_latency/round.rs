@@ -125,8 +125,14 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         passes: 0,
         push: mode != Mode::Idle,
         preempt: mode != Mode::Vanilla,
-        prefetch: !matches!(mode, Mode::Vanilla | Mode::NoPrefetch),
-        guest: Guest::Toucher,
+        prefetch: !matches!(
+            mode,
+            Mode::Vanilla | Mode::NoPrefetch | Mode::InOrderNoPrefetch
+        ),
+        guest: match mode {
+            Mode::InOrder | Mode::InOrderNoPrefetch => Guest::InOrder,
+            _ => Guest::Toucher,
+        },
         channels: Channels {
             bulk: 1,
             tls: tls.clone(),

@@ -19,6 +19,10 @@ pub enum Mode {
     Preempt,
     /// As `Preempt`, without prefetch: pages are pushed in the order of their addresses.
     NoPrefetch,
+    /// As `Preempt`, but each vCPU writes its own part of the pages in ascending order.
+    InOrder,
+    /// As `InOrder`, without prefetch.
+    InOrderNoPrefetch,
     /// As `Preempt`, while nothing is pushed.
     Idle,
     /// Bare requests and replies on the same link, as many unanswered as there are vCPUs.
@@ -35,10 +39,12 @@ pub enum Mode {
 
 impl Mode {
     /// All rows.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 11] = [
         Self::Vanilla,
         Self::Preempt,
         Self::NoPrefetch,
+        Self::InOrder,
+        Self::InOrderNoPrefetch,
         Self::Idle,
         Self::Floor,
         Self::Qemu,
@@ -66,6 +72,8 @@ impl Mode {
             Self::Vanilla => "vanilla",
             Self::Preempt => "preempt",
             Self::NoPrefetch => "no prefetch",
+            Self::InOrder => "in order",
+            Self::InOrderNoPrefetch => "in order no prefetch",
             Self::Idle => "idle",
             Self::Floor => "floor",
             Self::Qemu => "qemu",

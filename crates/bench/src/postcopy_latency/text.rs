@@ -21,7 +21,8 @@ impl fmt::Display for LatencyReport {
              all pages move in post-copy, over a link of {}bit/s with one queue. Guests have {} MiB. Figures are medians\n\
              over rounds. {} cores, {:.0} s in all.\n\
              vanilla: requested pages follow what was pushed before. preempt: they have a channel of their own.\n\
-             no prefetch: as preempt, pushed by address. idle: nothing is pushed. floor: bare requests and replies, as many\n\
+             no prefetch: as preempt, pushed by address. in order: as preempt, but each vCPU writes its own part of the\n\
+             pages in ascending order. idle: nothing is pushed. floor: bare requests and replies, as many\n\
              unanswered as there are vCPUs.",
             short(self.rate_bytes_per_s as f64 * 8.0),
             self.memory_bytes >> 20,
@@ -61,7 +62,9 @@ impl fmt::Display for LatencyReport {
 impl LatencyReport {
     /// The table of the series: host pages and modes.
     fn write_means(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ours = || Mode::ALL.into_iter().filter(|mode| mode.qemu().is_none());
+        let others = [Mode::InOrder, Mode::InOrderNoPrefetch];
+        let in_series = |mode: &Mode| mode.qemu().is_none() && !others.contains(mode);
+        let ours = || Mode::ALL.into_iter().filter(in_series);
         write!(f, "\n{:<40}", "mean stall")?;
         for mode in ours() {
             write!(f, " {:>11}", mode.name())?;

@@ -36,14 +36,6 @@ pub(crate) enum BenchCommand {
     /// A read of the words of an empty bitmap is printed next to a search of it, and two threads
     /// next to one. No guest runs.
     States(BenchFlags),
-    /// The six tests of the kernel's memslot_perf_test, on our own hypervisor
-    ///
-    /// Our memory slots are compared with the array that the kernel copied at every change before
-    /// it had trees. Times are of one run of a test. The kernel's own figures, from a Xeon, have
-    /// separate columns. If KVM can be opened, the cost of its calls on this host is measured too.
-    /// PAGEFERRY_REQUIRE=kvm in the environment makes it an error if it cannot. Every run checks
-    /// the guest's stores, and a wrong value ends the command with 1.
-    Memslot(MemslotFlags),
     /// Speed of first touches of memory by many vCPUs at once
     ///
     /// This follows demand_paging_test of the kernel's selftests: each vCPU stores to one word of
@@ -156,27 +148,6 @@ pub(crate) struct BlackoutFlags {
     /// M, G or T. The destination then allocates no memory before it is needed
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) sparse: Option<u64>,
-}
-
-/// `pageferry bench memslot`.
-#[derive(Debug, Args)]
-pub(crate) struct MemslotFlags {
-    /// Some seconds instead of about a minute and a half: with 10 and 509 slots only, and noisier
-    #[arg(long)]
-    pub(crate) quick: bool,
-    /// Numbers of slots, from 3 to 32764, instead of the series' [default:
-    /// 10,30,50,100,509,8194,32764]
-    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(3..=32_764))]
-    pub(crate) slots: Vec<u32>,
-    /// Least number of samples of each figure; medians are printed
-    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub(crate) repeat: u32,
-    /// Print one JSON object
-    #[arg(long)]
-    pub(crate) json: bool,
-    /// Write a self-contained HTML page with a chart for each test
-    #[arg(long, value_name = "FILE.html")]
-    pub(crate) report: Option<PathBuf>,
 }
 
 /// `pageferry bench demand-paging`.
@@ -411,23 +382,6 @@ mod tests {
     use super::*;
     use crate::args::{Cli, Command};
     use clap::Parser;
-
-    #[test]
-    fn numbers_of_slots_are_a_list_within_limits() {
-        let slots = |list: &str| {
-            let parsed = Cli::try_parse_from(["pageferry", "bench", "memslot", "--slots", list]);
-            match parsed.ok()?.command {
-                Command::Bench(BenchArgs {
-                    command: BenchCommand::Memslot(flags),
-                }) => Some(flags.slots),
-                other => panic!("bench memslot is {other:?}"),
-            }
-        };
-        assert_eq!(slots("10,32764"), Some(vec![10, 32_764]));
-        assert_eq!(slots("2"), None);
-        assert_eq!(slots("10,32765"), None);
-        assert_eq!(slots("10,"), None);
-    }
 
     #[test]
     fn demand_paging_takes_lists_and_sizes() {

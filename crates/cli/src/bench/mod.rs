@@ -4,7 +4,6 @@ mod args;
 mod demand_paging;
 mod dirty_log;
 mod linux;
-mod memslot;
 mod postcopy_latency;
 
 pub(crate) use args::BenchArgs;
@@ -37,7 +36,6 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         }),
         BenchCommand::Soft(flags) => run(flags, &pageferry_bench::soft),
         BenchCommand::States(flags) => run(flags, &pageferry_bench::states),
-        BenchCommand::Memslot(flags) => memslot::memslot(flags),
         BenchCommand::DemandPaging(flags) => demand_paging::demand_paging(flags),
         BenchCommand::PostcopyLatency(flags) => postcopy_latency::postcopy_latency(flags),
         BenchCommand::Linux(flags) => linux::linux(flags),

@@ -65,6 +65,21 @@ fn measured_figures_are_not_modelled_ones() {
 }
 
 #[test]
+fn a_page_that_cannot_be_written_does_not_cost_the_figures() {
+    let ended = pageferry(&tiny(&[
+        "--engine",
+        "soft",
+        "--vcpus",
+        "1",
+        "--json",
+        "--report",
+        "/no/such/place/page.html",
+    ]));
+    ended.assert_failed(2, "cannot write the report to /no/such/place/page.html");
+    assert!(!ended.json()["cells"].as_array().expect("cells").is_empty());
+}
+
+#[test]
 fn the_options_of_the_kernels_test_print_its_lines() {
     let dir = Dir::new();
     let picture = dir.path("paging.svg");

@@ -39,3 +39,11 @@ fn memory_that_is_no_whole_pages_is_a_usage_error() {
     pageferry(&["bench", "dirty-log", "--memory", "5000"])
         .assert_failed(2, "not a multiple of 4096");
 }
+
+#[test]
+fn benchmarks_without_kvm_refuse_it() {
+    for benchmark in ["soft", "states"] {
+        let words = ["bench", benchmark, "--engine", "kvm", "--repeat", "1"];
+        pageferry(&words).assert_failed(2, "use no KVM");
+    }
+}

@@ -52,7 +52,15 @@ fn the_json_and_the_page_have_every_row() {
     assert_eq!(column["noisy"], true, "one round gives no verdict");
     let rows = column["rows"].as_array().expect("rows");
     let modes: Vec<_> = rows.iter().map(|row| row["mode"].as_str()).collect();
-    let all = ["vanilla", "preempt", "no_prefetch", "idle", "floor"];
+    let all = [
+        "vanilla",
+        "preempt",
+        "no_prefetch",
+        "in_order",
+        "in_order_no_prefetch",
+        "idle",
+        "floor",
+    ];
     assert_eq!(modes, all.map(Some));
     for row in rows {
         let stalls = row["stalls"].as_u64().expect("an integer");
@@ -67,7 +75,7 @@ fn the_json_and_the_page_have_every_row() {
         assert!(busy.is_none_or(|busy| busy > 1.0 && busy < 110.0), "{row}");
     }
     let page = std::fs::read_to_string(&page).expect("the page was written");
-    assert_eq!(page.matches("<svg").count(), 5);
+    assert_eq!(page.matches("<svg").count(), 7);
 }
 
 #[test]

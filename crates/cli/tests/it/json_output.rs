@@ -223,15 +223,6 @@ mod bench {
     }
 
     #[test]
-    fn the_figures_of_memslot_are_described() {
-        let words = [
-            "bench", "memslot", "--quick", "--slots", "10", "--repeat", "1", "--json",
-        ];
-        let section = Document::read().section("bench memslot");
-        assert_described(&section, &json(&words), &[]);
-    }
-
-    #[test]
     fn the_figures_of_postcopy_latency_are_described() {
         use crate::bench_postcopy_latency::{TINY, skipped};
         if skipped() {

@@ -10,7 +10,6 @@ mod bench_dirty_log;
 #[cfg(feature = "bench")]
 mod bench_linux;
 #[cfg(feature = "bench")]
-mod bench_memslot;
 #[cfg(feature = "bench")]
 mod bench_postcopy_latency;
 mod check;

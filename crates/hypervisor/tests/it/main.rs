@@ -18,6 +18,7 @@ mod vm_exits;
 mod vm_flush;
 mod vm_in_flight;
 mod vm_large_pages;
+mod vm_memslot_perf;
 mod vm_mmu_stress;
 mod vm_no_memory;
 mod vm_notifier;

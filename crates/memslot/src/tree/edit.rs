@@ -1,9 +1,8 @@
 //! Changes of a tree, made by the one writer.
 //!
-//! A record that replaces another with the same key and end is stored over it in its leaf. A new
-//! slot after all others of its leaf goes into that leaf, if there is room. Any other change goes
-//! down to the leaf of its key and makes a new leaf. On the way up, the change does one of two
-//! things at each inner node:
+//! A record that replaces another with the same key and end is stored over it in its leaf. Any
+//! other change goes down to the leaf of its key and makes a new leaf. On the way up, the change
+//! does one of two things at each inner node:
 //!
 //! - It publishes the new child in the child's cell. That ends the change.
 //! - It makes a new inner node and passes that up. It must if the keys of the node change (a child
@@ -331,8 +330,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     ) -> Effect {
         let at = rank_of_new(leaf, new.key);
         if leaf.len() < leaf.room() {
-            let copy = self.put_in_room(leaf, at, new);
-            return copy.map_or(Effect::Stays, Effect::One);
+            return Effect::One(self.put_in_room(leaf, at, new));
         }
         self.split(node, leaf, at, new, last)
     }
@@ -348,20 +346,16 @@ impl<O: Order, D> Edit<'_, O, D> {
         copy.done(self.version, leaf.node())
     }
 
-    /// Puts `new` at index `at` of `leaf`, which has room for it. Returns the leaf that must
-    /// replace `leaf`, or `None` if `leaf` itself has the slot now.
+    /// Makes a copy of `leaf`, which has room, with `new` at index `at`.
     #[inline(always)]
     pub(super) fn put_in_room(
         &mut self,
         leaf: Leaf<'_, O, D>,
         at: usize,
         new: &Entry<D>,
-    ) -> Option<*const Head> {
-        if at == leaf.len() && leaf.extend(new) {
-            return None;
-        }
+    ) -> *const Head {
         let copy = self.pool.leaf(leaf.room());
-        Some(copy.with(leaf, at, new, self.version))
+        copy.with(leaf, at, new, self.version)
     }
 
     /// `root`: the node is the root. `next`: a lower bound of the keys to the right of the node.

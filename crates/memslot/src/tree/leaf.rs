@@ -10,42 +10,14 @@
 //! room [`Order::LEAF`]. A leaf that is the whole tree has as much as it needs, up to
 //! [`Order::FLAT`]. Searching one array is faster than going down a level.
 //!
-//! After the leaf was published, only the cell of a used place changes: a new record replaces the
-//! record with the same key. Like a node, the new record has a pointer to the old one and its own
-//! version ([`Slot`]).
-//!
-//! # Slots that come after the others
-//!
-//! A new slot (one without predecessor) whose key is greater than all others goes into the first
-//! unused place of the leaf in the tree. [`Leaf::extend`] stores ends, key and number of slots, and
-//! the cell last. So slots that come in ascending order copy nothing until a leaf is full. Readers
-//! may be in that leaf:
-//!
-//! 1. The cell makes the slot visible, as one store. Until then the cell is null: a reader that
-//!    finds the key, or counts the place, finds no slot there. A reader that has seen the slot
-//!    (`Acquire`) sees its key and the number of slots from then on, in every look-up.
-//! 2. A reader of an older version finds that the record was born later and has no predecessor, so
-//!    that version has no such slot. A slot that moves has a predecessor elsewhere, so its record
-//!    enters only by a copy of the leaf. The first slot of a leaf is as old as the leaf, so a walk
-//!    downwards ends.
-//! 3. A reader may see the keys of several such slots out of order: see [`upper_bound`]. It then
-//!    finds the last slot of a state between the creations of those slots. All these creations run
-//!    beside the look-up.
-//! 4. A reader that finds a null cell takes the slot before. That slot may have been replaced
-//!    since, so it is no longer the last one up to the key. But by frame slots do not overlap. The
-//!    frame is not below the slot that comes, so it is not in the slot before. When the cell was
-//!    null, no slot held the frame. So [`newest_floor`](super::At::newest_floor) is for callers
-//!    that ask whether the slot holds the frame.
-//! 5. Walks by host address read keys, ends and greatest ends in any order. All parts of a
-//!    version's slots were written before that version was published. A walk never needs a slot
-//!    that is still coming, so any value that it reads of such a slot is fine. The greatest end so
-//!    far may be too high for an older version, which costs a wasted visit. (In an unused place it
-//!    is `MOST`, so a walk skips no slot before that place.)
+//! After the leaf was published, only its cells change: a new record replaces the record with the
+//! same key and end. Like a node, the new record has a pointer to the old one and its own version
+//! ([`Slot`]). A slot that comes, goes or moves needs a new leaf.
 
 use super::kind::{ByHva, Order, Reach};
-use super::node::{Head, Key, upper_bound};
+use super::node::{Head, upper_bound};
 use crate::Slot;
-use crate::sync::{AtomicPtr, AtomicU64, Ordering, prefetch};
+use crate::sync::{AtomicPtr, Ordering, prefetch};
 use core::alloc::Layout;
 use core::marker::PhantomData;
 use core::{ptr, slice};
@@ -108,14 +80,10 @@ pub(super) struct Parts<O, D>(PhantomData<(O, fn() -> D)>);
 
 impl<O: Order, D> Parts<O, D> {
     pub(super) const KEYS: usize = size_of::<Head>().next_multiple_of(32);
-    const EACH_END: usize = if O::Reach::KEPT {
-        size_of::<AtomicU64>()
-    } else {
-        0
-    };
+    const EACH_END: usize = if O::Reach::KEPT { size_of::<u64>() } else { 0 };
 
     pub(super) const fn ends(room: usize) -> usize {
-        Self::KEYS + room * size_of::<AtomicU64>()
+        Self::KEYS + room * size_of::<u64>()
     }
 
     pub(super) const fn up_to(room: usize) -> usize {
@@ -124,11 +92,6 @@ impl<O: Order, D> Parts<O, D> {
 
     pub(super) const fn cells(room: usize) -> usize {
         Self::up_to(room) + room * Self::EACH_END
-    }
-
-    /// The number of words for keys and ends.
-    pub(super) const fn words(room: usize) -> usize {
-        (Self::cells(room) - Self::KEYS) / size_of::<AtomicU64>()
     }
 
     const fn size(room: usize) -> usize {
@@ -199,13 +162,13 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     /// # Safety
     /// `count` words begin `offset` bytes into the leaf.
     #[inline(always)]
-    unsafe fn array(self, offset: usize, count: usize) -> &'g [AtomicU64] {
+    unsafe fn array(self, offset: usize, count: usize) -> &'g [u64] {
         // SAFETY: as the caller says. The leaf lives during `'g` and is one allocation.
         unsafe { slice::from_raw_parts(self.node.byte_add(offset).cast(), count) }
     }
 
     #[inline(always)]
-    fn keys_of(self, room: usize) -> &'g [AtomicU64] {
+    fn keys_of(self, room: usize) -> &'g [u64] {
         debug_assert_eq!(room, self.room());
         // SAFETY: all keys were written before the leaf was published.
         unsafe { self.array(Parts::<O, D>::KEYS, room) }
@@ -213,19 +176,19 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 
     /// The keys, ascending. Keys of unused places are `MOST`.
     #[inline]
-    pub(super) fn keys(self) -> &'g [AtomicU64] {
+    pub(super) fn keys(self) -> &'g [u64] {
         self.keys_of(self.room())
     }
 
     /// The key of a slot, or `MOST` in an unused place.
     #[inline]
     pub(crate) fn key(self, index: usize) -> u64 {
-        self.keys()[index].value()
+        self.keys()[index]
     }
 
     /// The end of each slot. Empty if the order keeps no ends.
     #[inline]
-    pub(super) fn ends(self) -> &'g [AtomicU64] {
+    pub(super) fn ends(self) -> &'g [u64] {
         let room = if O::Reach::KEPT { self.room() } else { 0 };
         // SAFETY: as above.
         unsafe { self.array(Parts::<O, D>::ends(self.room()), room) }
@@ -234,12 +197,12 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     /// The greatest end up to and including each slot, and `MOST` in unused places. Empty if the
     /// order keeps no ends.
     #[inline]
-    fn up_to(self) -> &'g [AtomicU64] {
+    fn up_to(self) -> &'g [u64] {
         self.up_to_of(self.room())
     }
 
     #[inline(always)]
-    fn up_to_of(self, room: usize) -> &'g [AtomicU64] {
+    fn up_to_of(self, room: usize) -> &'g [u64] {
         debug_assert_eq!(room, self.room());
         let count = if O::Reach::KEPT { room } else { 0 };
         // SAFETY: as above.
@@ -249,7 +212,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     /// The greatest end of all slots, if the order keeps ends.
     pub(crate) fn reach(self) -> u64 {
         match self.len().checked_sub(1) {
-            Some(last) if O::Reach::KEPT => self.up_to()[last].value(),
+            Some(last) if O::Reach::KEPT => self.up_to()[last],
             _ => 0,
         }
     }
@@ -267,8 +230,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         unsafe { &*self.cells(room).add(index) }
     }
 
-    /// The newest record of a slot, or null if the slot is about to come. `Acquire`: the contents
-    /// of the record were written before.
+    /// The newest record of a slot. `Acquire`: the contents of the record were written before.
     #[inline(always)]
     pub(crate) fn record(self, index: usize) -> *const Slot<D> {
         self.cell(self.room(), index).load(Ordering::Acquire)
@@ -329,29 +291,6 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
             .store(slot.cast_mut(), Ordering::Release);
     }
 
-    /// Adds a slot whose key is greater than all others. The leaf has room for it. If the slot has
-    /// a predecessor, this returns false and does nothing. Writer only.
-    #[inline]
-    pub(crate) fn extend(self, new: &Entry<D>) -> bool {
-        let len = self.len();
-        // SAFETY: the slot is alive, as it is about to enter the tree.
-        let predecessor = unsafe { &*new.slot }.previous.0;
-        if !predecessor.is_null() {
-            return false;
-        }
-        debug_assert!(len > 0 && self.key(len - 1) < new.key);
-        if O::Reach::KEPT {
-            let highest = self.reach().max(new.end);
-            self.ends()[len].store(new.end, Ordering::Relaxed);
-            self.up_to()[len].store(highest, Ordering::Relaxed);
-        }
-        self.keys()[len].store(new.key, Ordering::Release);
-        self.head().grow(len + 1);
-        // This store makes the slot visible.
-        self.patch(len, new.slot);
-        true
-    }
-
     /// The index of the slot with this key.
     #[inline]
     pub(crate) fn index_of(self, key: u64) -> Option<usize> {
@@ -369,7 +308,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     pub(crate) fn entry(self, index: usize) -> Entry<D> {
         Entry {
             key: self.key(index),
-            end: self.ends().get(index).map_or(0, Key::value),
+            end: self.ends().get(index).copied().unwrap_or(0),
             slot: self.record(index),
         }
     }
@@ -377,7 +316,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 
 impl<D> Leaf<'_, ByHva, D> {
     /// The index of the first slot that ends above `start`, where `start` is less than `MOST`. If
-    /// there is no such slot, the place at the index has no key, or that of a slot about to come.
+    /// there is no such slot, the place at the index has no key.
     #[inline(always)]
     pub(crate) fn first_above(self, start: u64) -> usize {
         // From that slot on, the greatest end so far is above `start`.
@@ -402,8 +341,8 @@ impl<D> Leaf<'_, ByHva, D> {
     /// are all keys after it.
     #[inline(always)]
     pub(crate) fn overlaps(self, index: usize, start: u64, last: u64) -> Option<bool> {
-        let key = self.keys().get(index)?.value();
-        (key <= last).then(|| self.ends()[index].value() > start)
+        let key = *self.keys().get(index)?;
+        (key <= last).then(|| self.ends()[index] > start)
     }
 }
 
@@ -416,10 +355,7 @@ pub(crate) unsafe fn drop_leaf<O: Order, D>(node: *mut Head) {
     unsafe {
         let room = (*node).room();
         if core::mem::needs_drop::<AtomicPtr<Slot<D>>>() {
-            let words: *mut AtomicU64 = node.byte_add(Parts::<O, D>::KEYS).cast();
             let cells: *mut AtomicPtr<Slot<D>> = node.byte_add(Parts::<O, D>::cells(room)).cast();
-            let count = Parts::<O, D>::words(room);
-            ptr::drop_in_place(ptr::slice_from_raw_parts_mut(words, count));
             ptr::drop_in_place(ptr::slice_from_raw_parts_mut(cells, room));
         }
         ptr::drop_in_place(node);

@@ -12,12 +12,11 @@
 //! | change | copies |
 //! |---|---|
 //! | a record takes the place of another with the same key | nothing |
-//! | a new slot after all others of its leaf | nothing, if the leaf has room |
 //! | any other | a leaf: at most 32 slot pointers, or 128 if the leaf is the whole tree |
 //! | one that splits or joins nodes, or lowers a bound | inner nodes above the leaf as well |
 //!
-//! **Mechanism.** In a published node only cells and the unused places of a leaf change ([`node`],
-//! [`leaf`]). A change makes a new leaf. One store publishes it, in a cell of the lowest ancestor
+//! **Mechanism.** In a published node only cells change, and bounds that rise ([`node`], [`leaf`]).
+//! A change makes a new leaf. One store publishes it, in a cell of the lowest ancestor
 //! whose keys and bounds stay valid ([`edit`]). So readers elsewhere in the tree meet no changed
 //! cache line. Plain path copying would give all of them a new root. A small tree is one leaf,
 //! which may hold more than a leaf below an inner node ([`shape`]). If only one leaf changes, the
@@ -42,7 +41,7 @@ mod walk;
 
 pub(crate) use edit::Edit;
 pub(crate) use kind::{ByGfn, ByHva, ById, MOST, Order};
-pub(crate) use need::{Incoming, Need};
+pub(crate) use need::Need;
 pub(crate) use node::NEWEST;
 pub(crate) use place::Place;
 pub(crate) use pool::{NodePool, Replaced};
@@ -132,47 +131,36 @@ impl<'g, O: Order, D> At<'g, O, D> {
         unsafe { Node::at(node) }
     }
 
-    /// The slot of this version in the place whose newest record is `record`. `None` if the slot
-    /// came later, or is about to come (null).
+    /// The slot of this version in the place whose newest record is `record`, in a leaf of this
+    /// version.
     #[inline]
-    fn slot(self, record: *const Slot<D>) -> Option<&'g Slot<D>> {
-        // SAFETY: the pointer is null or a slot. The slot lives as long as a leaf that was reached
-        // holds it: the writer retires the leaf before the slot or together with it. By the
-        // contract of `Tree::at` the same holds for its predecessors, down to the first that was
-        // born at or before `version`.
-        let mut slot = unsafe { record.as_ref() }?;
+    fn slot(self, record: *const Slot<D>) -> &'g Slot<D> {
+        // SAFETY: the slot lives as long as a leaf that was reached holds it: the writer retires
+        // the leaf before the slot or together with it. By the contract of `Tree::at` the same
+        // holds for its predecessors, down to the first that was born at or before `version`.
+        let mut slot = unsafe { &*record };
         slot.alive.used();
         while slot.born > self.version {
-            // SAFETY: as above.
-            slot = unsafe { slot.previous.0.as_ref() }?;
+            debug_assert!(!slot.previous.0.is_null(), "a leaf is older than its slot");
+            // SAFETY: as above. The leaf is not younger than `version`, and neither is the record
+            // with which it was made. Each later record in the place replaced another.
+            slot = unsafe { &*slot.previous.0 };
             slot.alive.used();
         }
-        Some(slot)
+        slot
     }
 
-    /// The last slot of this version among the first `count` of a leaf. There is one unless `count`
-    /// is 0.
+    /// The last of the first `count` slots of a leaf. There is one unless `count` is 0.
     #[inline]
     fn last_of(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
-        let last = count.checked_sub(1)?;
-        self.slot(leaf.record(last))
-            .or_else(|| self.earlier(leaf, last))
-    }
-
-    /// The same if some of the slots came after this version.
-    #[cold]
-    #[inline(never)]
-    fn earlier(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
-        (0..count)
-            .rev()
-            .find_map(|index| self.slot(leaf.record(index)))
+        Some(self.slot(leaf.record(count.checked_sub(1)?)))
     }
 
     /// The slot with this key.
     #[inline]
     pub(crate) fn get(self, key: u64) -> Option<&'g Slot<D>> {
         let (leaf, index) = self.find(key)?;
-        self.slot(leaf.record(index))
+        Some(self.slot(leaf.record(index)))
     }
 
     #[inline]
@@ -202,9 +190,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
         }
     }
 
-    /// The same in the newest state, for callers that ask whether the slot holds `key`. A slot that
-    /// does not hold `key` may no longer be the last one up to it (see `leaf.rs`). Call it at
-    /// [`NEWEST`] only.
+    /// The same in the newest state. Call it at [`NEWEST`] only.
     ///
     /// Returns an error if one leaf alone cannot answer: two leaves read one after the other may be
     /// of different versions. The caller then looks at a version.
@@ -233,10 +219,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
         // SAFETY: as above. The children at level 0 are leaves.
         let leaf: Leaf<'g, O, D> = unsafe { Leaf::at(inner.cells[index].newest()) };
         leaf.head().alive.used();
-        let found = leaf.usual_floor(key).and_then(|record| {
-            self.slot(record)
-                .or_else(|| self.earlier(leaf, leaf.rank(key)))
-        });
+        let found = leaf.usual_floor(key).map(|record| self.slot(record));
         if found.is_none() && !(leftmost && index == 0) {
             return Err(TwoLeaves);
         }

@@ -35,14 +35,6 @@ pub(crate) struct Need {
     pub(crate) replaced: usize,
 }
 
-/// The slot that is to be put in.
-#[derive(Clone, Copy)]
-pub(crate) struct Incoming {
-    pub(crate) key: u64,
-    /// Whether the slot is in the table already and this is a new record of it.
-    pub(crate) has_predecessor: bool,
-}
-
 impl Need {
     pub(crate) const NOTHING: Self = Self {
         leaves: [0; ROOMS],
@@ -115,28 +107,22 @@ impl<O: Order, D> Tree<O, D> {
         (levels, full)
     }
 
-    /// The need to put `new` in.
+    /// The need to put a slot in.
     ///
     /// # Safety
     /// `place` is the place of its key in this tree, which has not changed since.
     #[inline]
-    pub(crate) unsafe fn need_to_put(&self, place: Option<&mut Place>, new: Incoming) -> Need {
+    pub(crate) unsafe fn need_to_put(&self, place: Option<&Place>, key: u64) -> Need {
         let Some(place) = place else {
             return Need::leaf(room_for(1));
         };
         // SAFETY: as the caller says, the leaf is alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
-        let rank = place.look_into(leaf, new.key);
-        let (len, room) = (leaf.len(), leaf.room());
-        if len < room {
-            let extends = rank == len && !new.has_predecessor;
-            return if extends {
-                Need::NOTHING
-            } else {
-                Need::leaf(room)
-            };
+        let room = leaf.room();
+        if leaf.len() < room {
+            return Need::leaf(room);
         }
-        self.need_to_split(place.root, room, new.key)
+        self.need_to_split(place.root, room, key)
     }
 
     #[cold]
@@ -187,12 +173,12 @@ impl<O: Order, D> Tree<O, D> {
     #[inline]
     pub(crate) unsafe fn need_to_move(
         &self,
-        to: Option<&mut Place>,
-        new: Incoming,
+        to: Option<&Place>,
+        new: u64,
         from: Option<&Place>,
         old: u64,
     ) -> Need {
-        if let (Some(to), Some(from)) = (&to, from)
+        if let (Some(to), Some(from)) = (to, from)
             && to.is_in_leaf_of(from)
         {
             // SAFETY: as the caller says, the leaf is alive.

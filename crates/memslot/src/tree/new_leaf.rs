@@ -6,9 +6,9 @@
 
 use super::kind::{MOST, Order, Reach};
 use super::leaf::{Entry, LEAST_ROOM, Leaf, Parts};
-use super::node::{Head, Key};
+use super::node::Head;
 use crate::Slot;
-use crate::sync::{AtomicPtr, AtomicU64, copy_own};
+use crate::sync::{AtomicPtr, copy_own};
 use core::marker::PhantomData;
 use core::ops::Range;
 use core::ptr;
@@ -43,17 +43,17 @@ impl<O: Order, D> NewLeaf<O, D> {
     }
 
     #[inline(always)]
-    fn keys(&self) -> *mut AtomicU64 {
+    fn keys(&self) -> *mut u64 {
         self.part(Parts::<O, D>::KEYS)
     }
 
     #[inline(always)]
-    fn ends(&self) -> *mut AtomicU64 {
+    fn ends(&self) -> *mut u64 {
         self.part(Parts::<O, D>::ends(self.room))
     }
 
     #[inline(always)]
-    fn up_to(&self) -> *mut AtomicU64 {
+    fn up_to(&self) -> *mut u64 {
         self.part(Parts::<O, D>::up_to(self.room))
     }
 
@@ -70,9 +70,9 @@ impl<O: Order, D> NewLeaf<O, D> {
     unsafe fn write(&mut self, at: usize, entry: &Entry<D>) {
         // SAFETY: each part has `room` places.
         unsafe {
-            self.keys().add(at).write(AtomicU64::new(entry.key));
+            self.keys().add(at).write(entry.key);
             if O::Reach::KEPT {
-                self.ends().add(at).write(AtomicU64::new(entry.end));
+                self.ends().add(at).write(entry.end);
             }
             let cell = AtomicPtr::new(entry.slot.cast_mut());
             self.cells().add(at).write(cell);
@@ -96,10 +96,10 @@ impl<O: Order, D> NewLeaf<O, D> {
         // `from` is another leaf.
         unsafe {
             let keys = from.keys().as_ptr().add(range.start);
-            copy_own(keys, self.keys().add(at), count);
+            ptr::copy_nonoverlapping(keys, self.keys().add(at), count);
             if O::Reach::KEPT {
                 let ends = from.ends().as_ptr().add(range.start);
-                copy_own(ends, self.ends().add(at), count);
+                ptr::copy_nonoverlapping(ends, self.ends().add(at), count);
             }
             let cells = from.cells(from.room()).add(range.start);
             copy_own(cells, self.cells().add(at), count);
@@ -132,7 +132,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         unsafe {
             self.write(at, &unused);
             if O::Reach::KEPT {
-                self.up_to().add(at).write(AtomicU64::new(MOST));
+                self.up_to().add(at).write(MOST);
             }
         }
     }
@@ -221,19 +221,20 @@ impl<O: Order, D> NewLeaf<O, D> {
     #[inline(always)]
     unsafe fn copy_parts(&mut self, from: Leaf<'_, O, D>, room: usize) {
         let start = Parts::<O, D>::KEYS;
+        // Under loom each cell is an object, so the cells are copied one by one.
+        let end = if cfg!(loom) {
+            Parts::<O, D>::cells(room)
+        } else {
+            Parts::<O, D>::layout(room).size()
+        };
         // SAFETY: all parts follow the keys, the cells last. Only the writer stores to them, and
         // the caller is the writer.
         unsafe {
-            if cfg!(loom) {
-                // Under loom each word is an object, so words are copied one by one.
-                let words: *const AtomicU64 = from.node().byte_add(start).cast();
-                copy_own(words, self.keys(), Parts::<O, D>::words(room));
-                copy_own(from.cells(room), self.cells(), room);
-                return;
-            }
             let source = from.node().byte_add(start).cast::<u8>();
-            let size = Parts::<O, D>::layout(room).size() - start;
-            ptr::copy_nonoverlapping(source, self.part::<u8>(start), size);
+            ptr::copy_nonoverlapping(source, self.part::<u8>(start), end - start);
+            if cfg!(loom) {
+                copy_own(from.cells(room), self.cells(), room);
+            }
         }
     }
 
@@ -250,9 +251,9 @@ impl<O: Order, D> NewLeaf<O, D> {
         let (keys, ends, cells) = (self.keys(), self.ends(), self.cells());
         // SAFETY: each part has `room` places.
         unsafe {
-            copy_own(keys.add(from.start), keys.add(to), count);
+            ptr::copy(keys.add(from.start), keys.add(to), count);
             if O::Reach::KEPT {
-                copy_own(ends.add(from.start), ends.add(to), count);
+                ptr::copy(ends.add(from.start), ends.add(to), count);
             }
             copy_own(cells.add(from.start), cells.add(to), count);
         }
@@ -269,10 +270,10 @@ impl<O: Order, D> NewLeaf<O, D> {
             if O::Reach::KEPT {
                 let (ends, up_to) = (self.ends(), self.up_to());
                 let before = changed.checked_sub(1);
-                let mut highest = before.map_or(0, |i| (*up_to.add(i)).value());
+                let mut highest = before.map_or(0, |i| *up_to.add(i));
                 for i in changed..self.len {
-                    highest = highest.max((*ends.add(i)).value());
-                    up_to.add(i).write(AtomicU64::new(highest));
+                    highest = highest.max(*ends.add(i));
+                    up_to.add(i).write(highest);
                 }
             }
         }

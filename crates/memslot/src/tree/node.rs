@@ -3,7 +3,7 @@
 //!
 //! A node begins with a [`Head`]. Its `level` determines the kind: an empty tree, a [`Leaf`] or an
 //! [`Inner`]. After a node was published only cells change. Each child of an inner node has a cell,
-//! and so has the root. (`leaf.rs` lists the changes of leaves.)
+//! and so has the root. Each slot of a leaf has one too.
 //!
 //! A cell holds the newest node of its place. Each node has the version in which it came into its
 //! place, `born`, and a pointer to the node before it, `previous`. A reader of an older version
@@ -12,7 +12,7 @@
 
 use super::kind::{INNER, Order};
 use super::leaf::Leaf;
-use crate::sync::{Alive, AtomicPtr, AtomicU8, AtomicU64, Ordering};
+use crate::sync::{Alive, AtomicPtr, Ordering};
 
 /// A version newer than all others.
 pub(crate) const NEWEST: u64 = u64::MAX;
@@ -25,8 +25,8 @@ pub(crate) struct Head {
     /// The node that was in its place before. Only readers of versions below `born` use it, and it
     /// is kept for them.
     pub(crate) previous: *const Head,
-    /// The number of children or slots. It may grow in a leaf that is in the tree.
-    len: AtomicU8,
+    /// The number of children or slots.
+    len: u8,
     /// 0 for leaves, 1 and up for inner nodes.
     level: u8,
     /// The number of slots for which a leaf has room.
@@ -40,7 +40,7 @@ impl Head {
         Self {
             born,
             previous,
-            len: AtomicU8::new(len as u8),
+            len: len as u8,
             level,
             room: 0,
             alive: Alive::new(),
@@ -52,7 +52,7 @@ impl Head {
         Self {
             born,
             previous,
-            len: AtomicU8::new(len as u8),
+            len: len as u8,
             level: 0,
             room: room as u8,
             alive: Alive::new(),
@@ -68,16 +68,10 @@ impl Head {
         Self::new(born, previous, EMPTY, 0)
     }
 
-    /// The number of children or slots. `Acquire`: their keys were written before.
+    /// The number of children or slots.
     #[inline]
-    pub(crate) fn len(&self) -> usize {
-        self.len.load(Ordering::Acquire).into()
-    }
-
-    /// Sets the number of slots. Writer only.
-    #[inline]
-    pub(crate) fn grow(&self, len: usize) {
-        self.len.store(len as u8, Ordering::Release);
+    pub(crate) const fn len(&self) -> usize {
+        self.len as usize
     }
 
     #[inline]
@@ -119,8 +113,7 @@ pub(crate) enum Node<'g, O: Order, D> {
 impl<'g, O: Order, D> Node<'g, O, D> {
     /// # Safety
     /// `node` is a node of this order and data, and is the pointer with which it was allocated.
-    /// During `'g` it is not freed. Only its cells and reach change, and the parts that
-    /// [`Leaf::extend`] changes.
+    /// During `'g` it is not freed. Only its cells and reach change.
     #[inline(always)]
     pub(crate) unsafe fn at(node: *const Head) -> Self {
         // SAFETY: the node is alive, as the caller says. All nodes begin with their head
@@ -159,34 +152,10 @@ impl Cell {
     }
 }
 
-/// A key in a searched array.
-pub(crate) trait Key {
-    fn value(&self) -> u64;
-}
-
-impl Key for u64 {
-    #[inline(always)]
-    fn value(&self) -> u64 {
-        *self
-    }
-}
-
-impl Key for AtomicU64 {
-    #[inline(always)]
-    fn value(&self) -> u64 {
-        self.load(Ordering::Relaxed)
-    }
-}
-
 /// The number of `keys` that are at most `key`. Unused keys are `MOST`, and `key` is less than
 /// that. The length of `keys` is a power of two, 4 or more.
-///
-/// Meanwhile the writer may add keys after the others ([`Leaf::extend`]), and this function may see
-/// some of them. Then the count is at most the final one, and at least the number of keys that
-/// every load sees. Each step counts keys of ascending places. A missed key lowers the count, but
-/// not below the number of keys that were there before.
 #[inline(always)]
-pub(crate) fn upper_bound<K: Key>(keys: &[K], key: u64) -> usize {
+pub(crate) fn upper_bound(keys: &[u64], key: u64) -> usize {
     // Counts without branches in three steps: which 16 keys, which 4 of them, which one of these.
     // That needs fewer comparisons than counting all keys, and fewer dependent ones than a binary
     // search. Up to 32 keys need no first step, so that their cache lines load at the same time.
@@ -195,7 +164,7 @@ pub(crate) fn upper_bound<K: Key>(keys: &[K], key: u64) -> usize {
     // SAFETY: for any keys, `sixteens` is less than the number of sixteens, and `fours` is less
     // than the number of fours left. The last index is at most 3 above. So all indices are less
     // than `room`.
-    let at_most = |index: usize| usize::from(unsafe { keys.get_unchecked(index) }.value() <= key);
+    let at_most = |index: usize| usize::from(unsafe { *keys.get_unchecked(index) } <= key);
     let (start, left) = match room {
         ..=32 => (0, room),
         _ => {
@@ -212,48 +181,6 @@ pub(crate) fn upper_bound<K: Key>(keys: &[K], key: u64) -> usize {
 mod tests {
     use super::*;
     use alloc::vec::Vec;
-    use core::cell::Cell;
-    use pageferry_testkit::Random;
-
-    /// A key that becomes visible after some loads.
-    struct Coming {
-        key: u64,
-        unseen: Cell<u32>,
-    }
-
-    impl Key for Coming {
-        fn value(&self) -> u64 {
-            let unseen = self.unseen.get();
-            self.unseen.set(unseen.saturating_sub(1));
-            if unseen == 0 { self.key } else { u64::MAX }
-        }
-    }
-
-    #[test]
-    fn upper_bound_counts_keys_that_are_coming_or_not() {
-        let mut random = Random::new(1);
-        let mut below = |end: u64| random.below(end);
-        for round in 0..if cfg!(miri) { 60 } else { 40_000 } {
-            let room = [4, 8, 16, 32, 64, 128][round % 6];
-            let before = below(room + 1);
-            let after = before + below(room + 1 - before);
-            let keys: Vec<Coming> = (0..room)
-                .map(|place| Coming {
-                    key: if place < after { 10 * place } else { u64::MAX },
-                    unseen: Cell::new(if place < before { 0 } else { below(3) as u32 }),
-                })
-                .collect();
-            let key = below(10 * room + 10);
-            let up_to = |len: u64| len.min(key / 10 + 1) as usize;
-            let counted = upper_bound(&keys, key);
-            assert!(
-                (up_to(before)..=up_to(after)).contains(&counted),
-                "room {room}, from {before} to {after} keys, {key}: {counted}"
-            );
-            // A key that was seen stays visible, so a second count is no less.
-            assert!(upper_bound(&keys, key) >= counted);
-        }
-    }
 
     #[test]
     fn upper_bound_counts() {

@@ -194,10 +194,9 @@ impl<O: Order, D> Edit<'_, O, D> {
         if new.end > place.reach || leaf.len() == leaf.room() {
             return false;
         }
-        if let Some(leaf) = self.put_in_room(leaf, place.rank(leaf, new.key), &new) {
-            // SAFETY: the node that has the cell is alive.
-            unsafe { self.exchange(place, leaf) };
-        }
+        let copy = self.put_in_room(leaf, place.rank(leaf, new.key), &new);
+        // SAFETY: the node that has the cell is alive.
+        unsafe { self.exchange(place, copy) };
         true
     }
 

@@ -98,19 +98,14 @@ impl<'g, O: Order, D> Iterator for Ascending<'g, O, D> {
 
     #[inline]
     fn next(&mut self) -> Option<&'g Slot<D>> {
-        loop {
-            let mut leaf = self.leaf?;
-            while self.index >= leaf.len() {
-                self.leaf = self.next_leaf();
-                self.index = 0;
-                leaf = self.leaf?;
-            }
-            self.index += 1;
-            let slot = self.at.slot(leaf.record(self.index - 1));
-            if slot.is_some() {
-                return slot;
-            }
+        let mut leaf = self.leaf?;
+        while self.index >= leaf.len() {
+            self.leaf = self.next_leaf();
+            self.index = 0;
+            leaf = self.leaf?;
         }
+        self.index += 1;
+        Some(self.at.slot(leaf.record(self.index - 1)))
     }
 }
 
@@ -226,8 +221,8 @@ fn next_in<'g, D>(
     loop {
         let overlaps = leaf.overlaps(*index, start, last)?;
         *index += 1;
-        if overlaps && let Some(slot) = at.slot(leaf.record(*index - 1)) {
-            return Some(slot);
+        if overlaps {
+            return Some(at.slot(leaf.record(*index - 1)));
         }
     }
 }

@@ -164,7 +164,7 @@ mod tests {
         assert_eq!(hex, PROOF_HEX);
     }
 
-    const PROOF_HEX: &str = "f848fe231aa1ed607c2fd38f86a69da0bb9f47c46e8b9682b6c766aea28d270b";
+    const PROOF_HEX: &str = "abf5d668a043b612dd577572ad831d2cd52dc25610134f36cbcdad4c94c5c435";
 
     #[test]
     fn a_secret_is_not_printed() {

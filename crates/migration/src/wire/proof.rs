@@ -252,7 +252,7 @@ mod tests {
     fn a_welcome_with_other_fields_is_refused() {
         let decode = |bytes| Welcome::decode(&bytes);
         let accepted = Welcome::accept([5; 32]).encode();
-        assert_eq!(bad_field(decode(changed(accepted, 4, 14))), "status");
+        assert_eq!(bad_field(decode(changed(accepted, 4, 15))), "status");
         assert_eq!(bad_field(decode(changed(accepted, 7, 1))), "reserved");
         let refused = Welcome::refuse(Status::BadProof).encode();
         assert_eq!(bad_field(decode(changed(refused, 8, 1))), "proof");

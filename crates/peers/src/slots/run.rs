@@ -6,7 +6,7 @@ use super::host;
 use super::input::{Keys, SlotSet};
 use super::measure::{Input, Measured};
 use super::scheme::{
-    ArcSwapArray, ArcSwapImbl, Floor, LockedTree, Memslots, RecordFloor, VmMemory,
+    ArcSwapArray, ArcSwapImbl, ArrayCopy, Floor, LockedTree, Memslots, RecordFloor, VmMemory,
 };
 use crate::clock::{self, Sampler};
 use crate::run::{Rounds, RunError, Subjects, measure};
@@ -97,6 +97,7 @@ fn subjects(set: &SlotSet) -> Subjects<Input> {
         Box::new(RecordFloor::new(set.slots())),
         Box::new(Measured::<Memslots>::new(set)),
         Box::new(Measured::<VmMemory>::new(set)),
+        Box::new(Measured::<ArrayCopy>::new(set)),
         Box::new(Measured::<ArcSwapArray>::new(set)),
         Box::new(Measured::<LockedTree>::new(set)),
         Box::new(Measured::<ArcSwapImbl>::new(set)),
@@ -133,6 +134,7 @@ mod tests {
         .concat();
         let peers = [
             VmMemory::NAME,
+            ArrayCopy::NAME,
             ArcSwapArray::NAME,
             LockedTree::NAME,
             ArcSwapImbl::NAME,

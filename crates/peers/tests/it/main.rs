@@ -167,4 +167,8 @@ fn the_page_of_figures_is_made_of_the_results_that_are_there() {
         kept, made,
         "write it again: pageferry-compare report docs/results"
     );
+    let table = made.split("|---|---|---|---|---|---|\n").nth(1);
+    let claims = table.expect("a table").lines();
+    let claims = claims.take_while(|line| line.starts_with('|')).count();
+    assert_eq!(claims, 20, "the results have every claim");
 }

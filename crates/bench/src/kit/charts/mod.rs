@@ -80,58 +80,8 @@ pub fn histogram(
 pub struct Line {
     /// The name in the legend.
     pub name: String,
-    /// The points, in the units of the chart's axes. [`growth`] needs coordinates above 0,
-    /// [`linear`] needs coordinates of at least 0.
+    /// The points, in the units of the chart's axes. [`linear`] needs coordinates of at least 0.
     pub points: Vec<(f64, f64)>,
-}
-
-/// Draws seconds over numbers of slots with two logarithmic axes. Lines without points are left
-/// out.
-///
-/// # Errors
-/// If there is nothing to draw, or a coordinate is out of range.
-pub fn growth(lines: &[Line]) -> Drawn<String> {
-    let logs = |line: &Line| -> Vec<(f64, f64)> {
-        let log = |&(number, seconds): &(f64, f64)| (number.log10(), (seconds * 1e6).log10());
-        line.points.iter().map(log).collect()
-    };
-    let all: Vec<(f64, f64)> = lines.iter().flat_map(logs).collect();
-    let ends = |of: fn(&(f64, f64)) -> f64| {
-        let values = all.iter().map(of);
-        let low = values.clone().fold(f64::INFINITY, f64::min).floor();
-        (
-            low,
-            values
-                .fold(f64::NEG_INFINITY, f64::max)
-                .ceil()
-                .max(low + 1.0),
-        )
-    };
-    if all.is_empty() || all.iter().any(|(x, y)| !x.is_finite() || !y.is_finite()) {
-        return Err("there is nothing to draw".into());
-    }
-    let ((left, right), (bottom, top)) = (ends(|point| point.0), ends(|point| point.1));
-    draw(SIZE, |area| {
-        let (plot, key) = with_key(area);
-        let mut chart = chart(&plot, 76, left..right, bottom..top)?;
-        let x = Axis {
-            labels: (right - left) as usize + 1,
-            label: &|x| whole(x, || thousands(10f64.powf(*x))),
-            desc: "slots (logarithmic)",
-        };
-        let y = Axis {
-            labels: (top - bottom) as usize + 1,
-            label: &|y| whole(y, || decade(*y)),
-            desc: "time a run (logarithmic)",
-        };
-        axes(&mut chart, &x, &y, true)?;
-        let shown = lines
-            .iter()
-            .enumerate()
-            .filter(|(_, l)| !l.points.is_empty());
-        let shown = shown.map(|(index, line)| (index, line.name.as_str(), logs(line)));
-        legend(&key, &dotted(&mut chart, shown)?)
-    })
 }
 
 /// A chart with two linear axes that begin at 0.
@@ -340,27 +290,6 @@ fn placed(bands: &[Band], (left, right): (f64, f64), width: f64) -> Vec<(&str, u
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn growth_draws_each_line_that_has_points() {
-        let line = |name: &str, points: &[(f64, f64)]| Line {
-            name: name.into(),
-            points: points.to_vec(),
-        };
-        let lines = [
-            line("one", &[(10.0, 1e-4), (32_764.0, 1.5)]),
-            line("none", &[]),
-            line("two", &[(10.0, 2e-4)]),
-        ];
-        let svg = growth(&lines).expect("a chart");
-        assert_eq!(svg.matches("<circle").count(), 3);
-        for shown in ["one", "two", "10,000", "100 us", "1 s"] {
-            assert!(svg.contains(shown), "{shown}");
-        }
-        assert!(!svg.contains("none\n"));
-        assert!(growth(&[]).is_err());
-        assert!(growth(&[line("zero", &[(10.0, 0.0)])]).is_err());
-    }
 
     #[test]
     fn linear_charts_have_their_title_and_begin_at_0() {

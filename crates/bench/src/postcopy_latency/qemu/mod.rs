@@ -21,6 +21,7 @@ use crate::qemu::Qemu;
 use crate::vm::toucher;
 pub(super) use boot::MAX_MEMORY;
 use monitor::Monitor;
+use pageferry_guest::TouchOrder;
 use pageferry_hosts::{Host, netns};
 use pageferry_machine::Engine;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -63,7 +64,13 @@ impl Qemu {
             stop,
             ..
         } = conditions;
-        let program = toucher(Engine::Soft, column.vcpus, setting.memory_bytes, u64::MAX)?;
+        let program = toucher(
+            Engine::Soft,
+            column.vcpus,
+            setting.memory_bytes,
+            u64::MAX,
+            TouchOrder::Random,
+        )?;
         let (memory, mut trace) = (memfd("guest")?, memfd("trace")?);
         boot::write(&memory, program.program())?;
         let bytes = boot::ram_bytes(setting.memory_bytes);

@@ -3,6 +3,7 @@
 //! All calls are dispatched statically. So a scheme's look-up is compiled into the loop that times
 //! it, as it would be in a VMM.
 
+mod array_copy;
 mod collection;
 mod floor;
 mod locked;
@@ -12,6 +13,7 @@ mod swapped;
 #[cfg(test)]
 mod tests;
 
+pub use array_copy::ArrayCopy;
 pub use floor::{Floor, Payload, RecordFloor, SortedKeys};
 pub use locked::LockedTree;
 pub use ours::Memslots;

@@ -134,6 +134,11 @@ fn vm_memory_answers_as_a_scan_does() {
 }
 
 #[test]
+fn an_array_that_each_change_copies_answers_as_a_scan_does() {
+    agrees::<ArrayCopy>();
+}
+
+#[test]
 fn an_array_behind_arc_swap_answers_as_a_scan_does() {
     agrees::<ArcSwapArray>();
 }
