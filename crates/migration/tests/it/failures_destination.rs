@@ -159,11 +159,13 @@ fn discards_on(listener: fn() -> Listener, cases: &[Case]) {
 /// Checks that each case costs a generation, and that the session completes in the next one.
 fn recovers(template: &Template, delivery: Option<Delivery>, cases: &[Case]) {
     for case in cases {
-        let received = attempt(template, delivery, limits(LONG), |p, _, _| {
+        let received = attempt(template, delivery, limits(LONG), |p, _, destination| {
             p.start();
             (case.script)(p);
             let told = told(p);
             assert_eq!(told, case.told, "{}", case.name);
+            // A new generation that comes first would hide it.
+            wait_until("the loss", || destination.status().last_loss.is_some());
             p.recover();
             p.complete();
         });

@@ -955,6 +955,9 @@ fn the_vm_runs_on_when_the_destination_stops_reading() {
 /// One channel only carries nothing: that is a silence, and no wish of a user.
 #[test]
 fn a_channel_that_falls_silent_within_a_frame_is_not_a_cancellation() {
+    if runs_in_child() {
+        return;
+    }
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     vm.wait_progress(vm.workload.memory_map().share_pages());
