@@ -86,8 +86,14 @@ pub(crate) enum Command {
     #[command(after_help = EXIT_CODES)]
     Watch(WatchArgs),
     /// Pause a VM on this host
+    ///
+    /// A VM that is paused can be migrated, and arrives paused. During a migration, pause it at the
+    /// source before the switch-over, and at the destination after it.
     Pause(VmArgs),
     /// Let a paused VM on this host run on
+    ///
+    /// During a migration, resume it at the source before the switch-over, and at the destination
+    /// after it.
     Resume(VmArgs),
     /// Check every page of a VM on this host against the guest's own counters
     ///
@@ -111,7 +117,8 @@ pub(crate) enum Command {
     Recover(RecoverArgs),
     /// End a migration whose other side is gone for good, and say what is lost
     ///
-    /// At the source the VM stays paused with all its pages, unless --resume-here runs it. At the
+    /// At the source the VM stays paused with all its pages, unless --resume-here takes it back. A VM
+    /// that had been paused before the migration stays paused also then. At the
     /// destination a VM with missing pages is paused, and cannot go on.
     #[command(after_help = EXIT_CODES)]
     Abandon(AbandonArgs),
@@ -468,7 +475,7 @@ pub(crate) struct RecoverArgs {
 pub(crate) struct AbandonArgs {
     #[command(flatten)]
     pub(crate) vm: VmArgs,
-    /// At the source: run the VM here. Do so only if the destination never runs it again: what it
+    /// At the source: run the VM here, or take it back paused if it was paused. Do so only if the destination never runs it again: what it
     /// did there is lost, and else it runs twice
     #[arg(long)]
     pub(crate) resume_here: bool,

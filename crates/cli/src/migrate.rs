@@ -85,11 +85,7 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
     } else if args.json {
         output::json(&report.json());
     } else {
-        output::result(&format!(
-            "the VM runs at {} now\n{}",
-            args.to,
-            report.table()
-        ));
+        output::result(&format!("{}\n{}", report.arrival(&args.to), report.table()));
     }
     Ok(())
 }

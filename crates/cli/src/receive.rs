@@ -227,7 +227,12 @@ fn keep(
     if shown {
         // Only a demo draws a timeline.
         host.set_sampler(None);
-        output::note("all of the VM is here; it runs until `pageferry quit` or Ctrl-C");
+        output::note(match vm.threads().is_paused() {
+            true => {
+                "all of the VM is here, paused: `pageferry resume` runs it, `pageferry quit` or Ctrl-C ends it"
+            }
+            false => "all of the VM is here; it runs until `pageferry quit` or Ctrl-C",
+        });
     }
     if let Some(received) = report.as_mut().and_then(|report| report.received.as_mut()) {
         received.large_mappings = large();
@@ -246,7 +251,7 @@ fn keep(
         output::note(words);
     }
     match &ended {
-        Ended::Migrated(to) if !args.json => output::result(&format!("the VM runs at {to} now\n")),
+        Ended::Migrated(arrival) if !args.json => output::result(&format!("{arrival}\n")),
         _ => {}
     }
     ended.check()
@@ -423,7 +428,7 @@ fn wait(
             }
         },
         finishing: &|| {
-            feed.note("the VM runs here and nowhere else: it ends when all of it is here (again: end it now)");
+            feed.note("the VM is here and nowhere else: it ends when all of it is here (again: end it now)");
         },
     };
     wait_for_outcome(outcome, stops, &answers)
@@ -432,9 +437,11 @@ fn wait(
 
 /// For tests: changes a page, and has the host verify before the guest can repair anything.
 fn corrupt(host: &Host, vm: &Vm) -> Result<(), Failure> {
-    vm.threads().pause(PAUSE_LIMIT)?;
+    let paused = vm.threads().pause(PAUSE_LIMIT)?;
     vm.corrupt_a_page()?;
     host.set_earlier(Verified::new(&vm.verify_paused()?));
-    vm.threads().resume();
+    if paused.was_running {
+        vm.threads().resume();
+    }
     Ok(())
 }

@@ -151,6 +151,9 @@ fn table(status: &Value) -> String {
             state.push_str(&format!("{before}{}", text(&status[key])));
         }
     }
+    if status["paused"] == true && state != "paused" {
+        state.push_str(", paused by its owner");
+    }
     row("state", state);
     let session = &status["session"];
     if let Some(stage) = session["stage"].as_str() {

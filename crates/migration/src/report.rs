@@ -62,6 +62,9 @@ pub struct SourceReport {
     pub first_stop_ns: u64,
     /// The time at which the last vCPU did so. No guest instruction runs at the source after it.
     pub last_stop_ns: u64,
+    /// Whether the VM was paused by its owner, and arrived paused. Then there is no blackout, and the
+    /// two times above are those of that pause.
+    pub paused: bool,
     /// The time at which everything up to SwitchOver was sent.
     pub sent_at_ns: u64,
     /// The time at which the destination's `Running` arrived.
@@ -203,10 +206,14 @@ pub struct DestinationReport {
     pub engine: String,
     /// The fault delivery.
     pub delivery: DeliveryInUse,
-    /// The time at which the destination resumed the vCPUs.
+    /// The time at which the destination took the VM over, and resumed the vCPUs unless `paused`.
     pub started_ns: u64,
+    /// Whether the VM was paused by its owner at the source, and arrived paused. It may have been
+    /// resumed since.
+    pub paused: bool,
     /// The time of the first guest instruction, if the engine knows it exactly. Otherwise
-    /// [`DestinationReport::first_touch_ns`] gives a slightly later time.
+    /// [`DestinationReport::first_touch_ns`] gives a slightly later time. `None` for a VM that
+    /// arrived paused.
     pub first_instruction_ns: Option<u64>,
     /// Stalls of faults on missing pages, in nanoseconds. A stall lasts from the fault's arrival at
     /// Pageferry to the moment at which the vCPU may continue. Faults on present, unmapped pages

@@ -34,6 +34,9 @@ pub struct SessionStatus {
     pub pages_in_flight: u64,
     /// Bytes of pages sent or received so far.
     pub page_bytes: u64,
+    /// Whether the VM was paused by its owner when it was switched over. Its owner at the
+    /// destination may have resumed it since. `false` before the switch-over.
+    pub paused: bool,
     /// Bytes of pages sent or received a second, over about the last second. 0 before the first
     /// measurement, and once the session is over.
     pub page_rate: u64,
@@ -77,6 +80,7 @@ impl Default for SessionStatus {
             pages_left: 0,
             pages_in_flight: 0,
             page_bytes: 0,
+            paused: false,
             page_rate: 0,
             dirty_rate: None,
             passes: 0,

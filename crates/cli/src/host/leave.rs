@@ -10,7 +10,9 @@ use crate::sampler::Sampler;
 use crate::signals::Interrupts;
 use crate::vm::Vm;
 use pageferry_migration::address::Address;
-use pageferry_migration::{Route, SourceConfig, SourceReport, SourceSession, SourceVm};
+use pageferry_migration::{
+    Route, SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm,
+};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
@@ -18,7 +20,8 @@ use std::sync::mpsc::{Receiver, channel};
 type Outcome = Result<SourceReport, (SourceVm, Failure)>;
 
 impl Host {
-    /// Runs a migration to its end. Returns the VM's destination, or `None` if it is still here.
+    /// Runs a migration to its end. Returns the sentence that says where the VM is, or `None` if it
+    /// is still here.
     ///
     /// # Errors
     /// When the VM is neither here nor whole elsewhere.
@@ -60,8 +63,9 @@ impl Host {
                     guest_view: None,
                     conditions: Conditions::here(format!("to {to}")).with(&job.config.settings),
                 };
+                let arrival = report.arrival(&to);
                 let _ = job.done.send(Ok(report));
-                Ok(Some(to))
+                Ok(Some(arrival))
             }
             Err((SourceVm::Runs, mut failure)) => {
                 self.set_activity(Activity::Here);
@@ -113,6 +117,9 @@ impl Host {
             switched_over: &|| matches!(self.activity(), Activity::Leaving(phase) if has_switched_over(phase)),
             cancel: &|stop| {
                 output::note(match stop {
+                    Stop::Signal if self.is_paused() == Some(true) => {
+                        "cancelling the migration; the VM stays here, paused"
+                    }
                     Stop::Signal => "cancelling the migration; the VM runs on here",
                     Stop::Quit => "cancelling the migration; then the VM ends, as `quit` asks",
                 });
@@ -130,7 +137,7 @@ const CANCELLED_BY_QUIT: &str =
 
 /// The answer to the first request to stop after the switch-over.
 pub(crate) const FINISHING: &str =
-    "the VM runs at the destination already: sending the rest of its memory first (again: give up)";
+    "the VM is at the destination already: sending the rest of its memory first (again: give up)";
 
 /// Starts the migration on a separate thread, so that the user can give it up.
 fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>, Failure> {
@@ -140,6 +147,24 @@ fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>,
         feed: Arc::clone(&job.feed),
     };
     send_away(vm, &job.to, job.config.clone(), &job.session, watch)
+}
+
+/// The failure in words. A VM that its owner has paused does not run on.
+fn explain(failure: SourceFailure, vm: &Vm) -> Failure {
+    let stays = match failure.vm {
+        SourceVm::Runs => "the VM stays paused at the source, as it was",
+        SourceVm::Forced => {
+            "the VM was handed over, and is at the source again, paused as it was, since an operator \
+             took it back"
+        }
+        SourceVm::GivenUp => return failure.into(),
+    };
+    let words = format!("{}; {stays}", failure.error);
+    let said = Failure::from(failure);
+    match vm.threads().is_paused() {
+        true => Failure::new(said.exit, words),
+        false => said,
+    }
 }
 
 /// Migrates `vm` on a separate thread, which sends the outcome.
@@ -168,7 +193,7 @@ pub(crate) fn send_away(
                 &observer,
             );
             // The receiver is gone only if the process is ending.
-            let _ = sender.send(result.map_err(|failure| (failure.vm, Failure::from(failure))));
+            let _ = sender.send(result.map_err(|failure| (failure.vm, explain(failure, &vm))));
         })
         .map_err(|e| Failure::os("cannot start the migration's thread", e))?;
     Ok(outcome)

@@ -81,9 +81,16 @@ impl Host {
                 let vm = self.vm().ok_or_else(|| refuse("there is no VM here"))?;
                 // The migration left it on. A failure costs only speed.
                 let _ = vm.running().machine.set_dirty_log(false);
-                vm.threads().resume();
+                let running = vm.running();
+                running.devices.iter().for_each(|device| device.resume());
+                // It is taken back as it was handed over.
+                let was_paused = self.session().is_some_and(|s| s.status().paused);
+                if !was_paused {
+                    vm.threads().resume();
+                }
                 self.set_activity(Activity::Here);
-                Ok(json!({"state": "running", "lost": AT_RISK}))
+                let state = if was_paused { "paused" } else { "running" };
+                Ok(json!({"state": state, "lost": AT_RISK}))
             }
             Activity::GivenUp { .. } => Err(refuse(
                 "the migration was given up already: --resume-here runs the VM, `pageferry quit` ends it",
@@ -108,7 +115,7 @@ impl Host {
                 there.give_up();
                 let whole = left == 0 && matches!(status.stage, "running" | "complete");
                 let lost = match whole {
-                    true => "nothing: all of its pages are here, and it runs on".to_owned(),
+                    true => "nothing: all of its pages are here, and it stays here".to_owned(),
                     false => format!("the VM, if it ran here: {left} of its pages never came"),
                 };
                 Ok(json!({"state": "ending", "lost": lost}))

@@ -97,6 +97,9 @@ pub(crate) struct Sent {
     pub(crate) last_stop_ns: u64,
     /// The time at which the source learned that the guest runs at the destination.
     pub(crate) confirmed_ns: u64,
+    /// Whether the VM was paused by its owner.
+    #[serde(default)]
+    pub(crate) paused: bool,
     /// Pages sent.
     pub(crate) pages: Pages,
     /// The part of the background push that was guessed from requests.
@@ -138,6 +141,7 @@ impl Sent {
             first_stop_ns: report.first_stop_ns,
             last_stop_ns: report.last_stop_ns,
             confirmed_ns: report.confirmed_ns,
+            paused: report.paused,
             pages: report.pages.into(),
             prefetch: report.prefetch.into(),
             devices: (
@@ -177,8 +181,11 @@ pub(crate) struct Received {
     pub(crate) delivery: String,
     /// The reason for it.
     pub(crate) delivery_because: String,
-    /// The time at which the vCPUs were started.
+    /// The time at which the VM was taken over, and its vCPUs were started unless `paused`.
     pub(crate) started_ns: u64,
+    /// Whether the VM came paused.
+    #[serde(default)]
+    pub(crate) paused: bool,
     /// The time of the first guest instruction, if the engine reports it.
     pub(crate) first_instruction_ns: Option<u64>,
     /// The time of the guest's first touch of a data page.
@@ -230,6 +237,7 @@ impl Received {
             delivery: report.delivery.delivery.name().into(),
             delivery_because: report.delivery.because.clone(),
             started_ns: report.started_ns,
+            paused: report.paused,
             first_instruction_ns: report.first_instruction_ns,
             first_touch_ns: report.first_touch_ns(is_data),
             stalls: Stalls::new(pairs),

@@ -16,6 +16,7 @@ pub(super) fn show(report: &Report) -> Value {
         "vcpus": report.vcpus,
         "memory_bytes": report.memory_bytes,
         "total_ms": report.total_ms(),
+        "paused": report.paused(),
         "blackout_ms": blackout.map(|b| b.ms),
         "blackout_kind": blackout.map(|b| b.kind.name()),
         "blackout_exact": blackout.map(|b| b.kind == super::BlackoutKind::Exact),

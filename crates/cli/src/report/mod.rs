@@ -170,10 +170,25 @@ impl Report {
         }
     }
 
-    /// The blackout. With both halves (one host, one clock) the time between the two ends;
+    /// Whether the VM was paused by its owner when it moved.
+    pub(crate) fn paused(&self) -> bool {
+        let sent = self.sent.as_ref().map(|s| s.paused);
+        sent.or_else(|| self.received.as_ref().map(|r| r.paused))
+            .unwrap_or(false)
+    }
+
+    /// The sentence that says that the VM is at `to`.
+    pub(crate) fn arrival(&self, to: &impl std::fmt::Display) -> String {
+        match self.paused() {
+            true => format!("the VM is at {to} now, paused: `pageferry resume` there runs it"),
+            false => format!("the VM runs at {to} now"),
+        }
+    }
+
+    /// The blackout; `None` for a VM that was paused. With both halves (one host, one clock) the time between the two ends;
     /// otherwise the source's bound.
     pub(crate) fn blackout(&self) -> Option<Blackout> {
-        let sent = self.sent.as_ref()?;
+        let sent = self.sent.as_ref().filter(|_| !self.paused())?;
         let (end, kind) = match self
             .received
             .as_ref()

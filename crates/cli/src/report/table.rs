@@ -61,6 +61,12 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
     if let Some(ms) = report.total_ms() {
         row("total time", time(ms * 1e3));
     }
+    if report.paused() {
+        row(
+            "blackout",
+            "none: the VM was paused, and arrived paused".into(),
+        );
+    }
     if let Some(blackout) = report.blackout() {
         let bound = if blackout.kind == super::BlackoutKind::Exact {
             ""

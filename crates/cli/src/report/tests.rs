@@ -33,6 +33,7 @@ fn report() -> Report {
             first_stop_ns: START + 110_100_000,
             last_stop_ns: START + 110_500_000,
             confirmed_ns: START + 113_000_000,
+            paused: false,
             pages: Pages::from(PageCounts {
                 precopy: 8000,
                 urgent: 100,
@@ -61,6 +62,7 @@ fn report() -> Report {
             delivery: "exit".into(),
             delivery_because: "it was requested".into(),
             started_ns: START + 112_000_000,
+            paused: false,
             first_instruction_ns: Some(START + 112_500_000),
             first_touch_ns: None,
             stalls: Stalls::new([(20_000, 90), (500_000, 9), (3_000_000, 1)]),
@@ -166,6 +168,7 @@ fn json_has_the_keys_that_programs_rely_on() {
         "vcpus",
         "memory_bytes",
         "total_ms",
+        "paused",
         "blackout_ms",
         "blackout_forecast_ms",
         "precopy_notes",

@@ -227,10 +227,9 @@ impl Vm {
     /// # Errors
     /// When a vCPU does not leave the guest.
     pub(crate) fn verify(&self) -> Result<Verdict, Failure> {
-        let was_paused = self.inner.threads.is_paused();
-        self.inner.threads.pause(PAUSE_LIMIT)?;
+        let paused = self.inner.threads.pause(PAUSE_LIMIT)?;
         let verdict = self.verify_paused();
-        if !was_paused {
+        if paused.was_running {
             self.inner.threads.resume();
         }
         verdict

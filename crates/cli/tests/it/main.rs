@@ -28,6 +28,7 @@ mod linux;
 mod linux_moves;
 mod metrics;
 mod names;
+mod paused;
 mod peers;
 mod recovery;
 mod schedules;

@@ -124,6 +124,7 @@ pub(super) fn run<'a>(
         control.forgive_silence();
     }
     let host = Arc::clone(&incoming.host);
+    host.set_open_to_owner(false);
     let outcome = std::thread::scope(|scope| {
         let _ended = Ended(&done, &core);
         let mut supervisor = Supervisor {

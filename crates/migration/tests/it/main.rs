@@ -13,6 +13,7 @@ mod failures_source;
 mod handshake_common;
 mod move_backings;
 mod move_vm;
+mod paused;
 mod precopy;
 mod prefetch;
 mod recorded;
