@@ -191,7 +191,6 @@ fn a_header_field_its_type_does_not_use_is_zero() {
         Receipt,
         SetupAck,
         Cancel,
-        SwitchOver,
         Ready,
         Go,
         Complete,
