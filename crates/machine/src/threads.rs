@@ -244,12 +244,14 @@ impl VcpuThreads {
     /// knows it.
     ///
     /// This kicks the vCPUs that have not reported theirs, and waits for them for at most `limit`.
-    /// The vCPUs run on. After the limit, the reports of the others count.
+    /// The vCPUs run on. After the limit, the reports of the others count. A paused VM is not waited
+    /// for.
     #[must_use]
     pub fn first_instruction(&self, limit: Duration) -> Option<Instant> {
         let deadline = Instant::now() + limit;
         let mut kicked = None;
-        while self.control.first.iter().any(|f| f.get().is_none()) && Instant::now() < deadline {
+        let waits = || self.control.first.iter().any(|f| f.get().is_none());
+        while waits() && !self.is_paused() && Instant::now() < deadline {
             // Repeated: the exit for a kick may have come before the first instruction.
             if kicked.is_none_or(|at: Instant| at.elapsed() >= Self::KICK_AGAIN) {
                 self.kick_running();
