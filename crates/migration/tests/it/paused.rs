@@ -145,9 +145,9 @@ fn a_cancelled_move_leaves_the_vm_as_its_owner_wants_it() {
         let ends = moved_when(&vm, |session| {
             let act = |paused| {
                 if paused {
-                    pause(&vm)
+                    pause(&vm);
                 } else {
-                    vm.threads.resume()
+                    vm.threads.resume();
                 }
             };
             if let Some(paused) = then {
