@@ -3,7 +3,8 @@
 //! Messages of the commands do not depend on this: see [`output`](crate::output).
 
 use crate::exit::{Exit, Failure};
-use crate::wall_clock;
+use crate::{output, wall_clock};
+use std::io::Write;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::FormatTime;
@@ -34,6 +35,20 @@ impl FormatTime for Wall {
     }
 }
 
+/// Takes a log line in one write.
+struct Stderr;
+
+impl Write for Stderr {
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        output::stderr(line);
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Begins to log: at the level of the flag, or of the variable `PAGEFERRY_LOG`, or warnings.
 ///
 /// # Errors
@@ -50,7 +65,7 @@ pub(crate) fn start(flag: Option<LevelFilter>) -> Result<(), Failure> {
         .with_max_level(chosen)
         .with_timer(Wall)
         .with_ansi(false)
-        .with_writer(std::io::stderr)
+        .with_writer(|| Stderr)
         .finish();
     tracing::subscriber::set_global_default(subscriber)
         .map_err(|e| Failure::os("cannot begin to log", e))

@@ -6,8 +6,8 @@ use crate::control::options::MigrateOptions;
 use crate::control::protocol::{ErrorLine, Event, Request, SessionEvent};
 use crate::exit::{Exit, Failure};
 use crate::output;
-use crate::progress::{Display, Feed, Update};
-use crate::report::Report;
+use crate::progress::{Display, Feed, Rates, Update};
+use crate::report::{Protection, Report};
 use crate::signals::Interrupts;
 use crate::wall_clock;
 use serde_json::json;
@@ -120,9 +120,18 @@ fn show_on(feed: &Feed, event: Event) {
         Event::Phase(phase) => feed.put(Update::Phase(phase.into())),
         Event::Progress { done, total } => feed.at(done, total),
         Event::Allocated { done, total } => feed.put(Update::Allocated { done, total }),
-        Event::Session(
-            SessionEvent::Stage(_) | SessionEvent::Rates { .. } | SessionEvent::PassEnded { .. },
-        ) => {}
+        Event::Session(SessionEvent::Rates {
+            page_rate,
+            time_left_ms,
+            ..
+        }) => {
+            let rates = (page_rate > 0).then(|| Rates {
+                bytes: page_rate,
+                left: time_left_ms.map(Duration::from_millis),
+            });
+            feed.measure(move || rates);
+        }
+        Event::Session(SessionEvent::Stage(_) | SessionEvent::PassEnded { .. }) => {}
         Event::Session(SessionEvent::Lost { why, .. }) => {
             let why = why.unwrap_or_default();
             feed.note(format!("the connections broke, opening new ones: {why}"));

@@ -11,7 +11,7 @@ use crate::host::{
     wait_for_outcome,
 };
 use crate::output;
-use crate::progress::{Display, Feed};
+use crate::progress::{Display, Feed, Rates};
 use crate::report::{Conditions, Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
@@ -58,6 +58,8 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
         kvm::delivery_trials();
     }
     let feed = Feed::new();
+    let there = Arc::downgrade(&destination);
+    feed.measure(move || Rates::of(&there.upgrade()?.status()));
     let mut console = None;
     loop {
         let Some(incoming) = accept(&destination, &host, args, interrupts)? else {

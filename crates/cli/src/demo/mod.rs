@@ -16,7 +16,7 @@ use crate::host::{
     wait_for_outcome,
 };
 use crate::output;
-use crate::progress::{Display, Feed};
+use crate::progress::{Display, Feed, Rates};
 use crate::report::{self, Conditions, Report, Sent};
 use crate::run::engine_for_linux;
 use crate::sampler::Sampler;
@@ -278,6 +278,8 @@ fn move_away(
     interrupts: &Interrupts,
 ) -> Result<SourceReport, Failure> {
     let session = Arc::new(SourceSession::new().map_err(Failure::of_session)?);
+    let measured = Arc::clone(&session);
+    feed.measure(move || Rates::of(&measured.status()));
     let config = SourceConfig {
         settings,
         limits: Limits {

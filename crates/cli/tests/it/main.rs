@@ -30,6 +30,7 @@ mod metrics;
 mod names;
 mod paused;
 mod peers;
+mod progress;
 mod recovery;
 mod schedules;
 mod set;
