@@ -10,6 +10,7 @@ use crate::progress::{Display, Feed, Rates, Update};
 use crate::report::{Protection, Report};
 use crate::signals::Interrupts;
 use crate::wall_clock;
+use serde::Deserialize;
 use serde_json::json;
 use std::cell::Cell;
 use std::time::Duration;
@@ -101,11 +102,8 @@ fn check(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         output::json(&answer);
         return Ok(());
     }
-    let text = |key: &str| answer[key].as_str().map(str::to_owned);
-    let protection = match (text("tls"), text("peer_name")) {
-        (Some(tls), Some(name)) => format!("{tls} with `{name}`"),
-        _ => "plain, without TLS".to_owned(),
-    };
+    let protection = Protection::deserialize(&answer)
+        .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's answer is not readable: {e}")))?;
     output::result(&format!(
         "{} can take the VM: protocol version {}, {protection}; nothing was moved\n",
         text("peer").unwrap_or_default(),

@@ -5,9 +5,10 @@ use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::exit::{Exit, Failure};
 use crate::output;
-use crate::report::Verified;
+use crate::report::{Protection, Verified};
 use crate::signals::Interrupts;
 use crate::size::human;
+use serde::Deserialize;
 use serde_json::Value;
 use std::fmt::Write;
 use std::time::Duration;
@@ -164,6 +165,13 @@ fn table(status: &Value) -> String {
         let left = text(&session["pages_left"]);
         row("session", format!("{stage}, {link}, {left} pages to go"));
         row("pages", progress(session));
+        if let Ok(protection) = Protection::deserialize(session) {
+            let version = protection.version;
+            row(
+                "channels",
+                format!("{protection}, protocol version {version}"),
+            );
+        }
         if session["settings"].is_object() {
             row("settings", settings(&session["settings"]));
         }

@@ -7,6 +7,7 @@
 use crate::channel::{ChannelError, Connection};
 use crate::error::MigrationError;
 use crate::outbox::Outbox;
+use crate::report::Protected;
 use crate::session::Generation;
 use crate::wire::{
     Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DEVICE_STATES_BYTES, Role, Side, WireError,
@@ -70,6 +71,15 @@ impl ControlLink {
 
     pub(crate) fn peer(&self) -> &str {
         self.connection.peer()
+    }
+
+    /// What protects this channel, and whom it reaches.
+    pub(crate) fn protection(&self) -> Protected {
+        Protected {
+            version: self.connection.version,
+            tls: self.connection.is_tls(),
+            peer_name: self.connection.tls_name(),
+        }
     }
 
     /// The time since the last byte from the peer.

@@ -42,6 +42,19 @@ pub struct DeviceFigures {
     pub took: Duration,
 }
 
+/// What protects the channels of a session, and what the handshake found. All channels of a session
+/// have the same protection.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Protected {
+    /// The version of the protocol that both sides speak.
+    pub version: u16,
+    /// Whether TLS protects the channels, by [`TLS_VERSION`](crate::TLS_VERSION).
+    pub tls: bool,
+    /// The name of the peer in its certificate: the one that was asked for, or else the first DNS
+    /// name. `None` without TLS, or without such a name.
+    pub peer_name: Option<String>,
+}
+
 /// The start of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PhaseStart {
@@ -69,6 +82,8 @@ pub struct SourceReport {
     pub sent_at_ns: u64,
     /// The time at which the destination's `Running` arrived.
     pub confirmed_ns: u64,
+    /// What protected the channels.
+    pub protected: Protected,
     /// Pages sent.
     pub pages: PageCounts,
     /// The part of the background push that was guessed from requests.
@@ -228,6 +243,8 @@ pub struct DestinationReport {
     pub first_faults: Vec<FaultRecord>,
     /// The number of faults on present, unmapped pages.
     pub local_faults: u64,
+    /// What protected the channels.
+    pub protected: Protected,
     /// Pages received, counted in the same way as at the source.
     pub pages: PageCounts,
     /// Pages missing when the guest started.

@@ -1,5 +1,6 @@
 //! The status of a session, for other threads of its process.
 
+use crate::report::Protected;
 use crate::source::Settings;
 use crate::wire::ChannelId;
 use pageferry_addr::PAGE_SIZE;
@@ -22,6 +23,8 @@ pub struct SessionStatus {
     pub connected: bool,
     /// The address of the peer on the control channel.
     pub peer: Option<String>,
+    /// What protects the channels: of the newest control channel. `None` before the first.
+    pub protected: Option<Protected>,
     /// The generation of the channels.
     pub generation: u32,
     /// How often the control channel was lost.
@@ -74,6 +77,7 @@ impl Default for SessionStatus {
             stage: "none",
             connected: false,
             peer: None,
+            protected: None,
             generation: 0,
             reconnects: 0,
             channels: Vec::new(),

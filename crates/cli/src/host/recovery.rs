@@ -4,7 +4,7 @@ use super::service::address;
 use super::state::{Activity, Host};
 use super::watch::has_switched_over;
 use crate::exit::{Exit, Failure, of_listen};
-use pageferry_migration::{Listener, Route, SessionStatus};
+use pageferry_migration::{Listener, Route, SessionStatus, TLS_VERSION};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -148,6 +148,9 @@ pub(super) fn json_of(status: &SessionStatus) -> Value {
         "stage": status.stage,
         "connected": status.connected,
         "peer": status.peer,
+        "version": status.protected.as_ref().map(|p| p.version),
+        "tls": status.protected.as_ref().is_some_and(|p| p.tls).then_some(TLS_VERSION),
+        "peer_name": status.protected.as_ref().and_then(|p| p.peer_name.as_ref()),
         "generation": status.generation,
         "reconnects": status.reconnects,
         "channels": channels,

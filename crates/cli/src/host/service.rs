@@ -304,7 +304,7 @@ impl Host {
         Ok(json!({
             "peer": checked.peer,
             "version": checked.version,
-            "tls": checked.tls_name.is_some().then_some(TLS_VERSION),
+            "tls": checked.tls.then_some(TLS_VERSION),
             "peer_name": checked.tls_name,
         }))
     }

@@ -18,7 +18,7 @@ mod timeline;
 
 pub(crate) use conditions::Conditions;
 pub(crate) use guest_view::GuestView;
-pub(crate) use halves::{LargeMappings, PhaseAt, Received, Sent};
+pub(crate) use halves::{LargeMappings, PhaseAt, Protection, Received, Sent};
 pub(crate) use stalls::Stalls;
 
 use crate::exit::{Exit, Failure};
@@ -175,6 +175,12 @@ impl Report {
         let sent = self.sent.as_ref().map(|s| s.paused);
         sent.or_else(|| self.received.as_ref().map(|r| r.paused))
             .unwrap_or(false)
+    }
+
+    /// What protected the channels, as the source saw it if it is known.
+    pub(crate) fn protection(&self) -> Option<&Protection> {
+        let sent = self.sent.as_ref().map(|s| &s.protection);
+        sent.or_else(|| self.received.as_ref().map(|r| &r.protection))
     }
 
     /// The sentence that says that the VM is at `to`.

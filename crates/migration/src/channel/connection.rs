@@ -26,6 +26,10 @@ pub struct Connection {
     pub(super) socket: OwnedFd,
     peer: String,
     local: bool,
+    /// The protocol version that both sides speak. 0 before the handshake is over.
+    pub(crate) version: u16,
+    /// The name that TLS checks, if one was asked for.
+    pub(super) checked_name: Option<String>,
     /// The lock is held for one step of [`Session`], which never waits.
     pub(super) tls: Option<Box<Mutex<Session>>>,
 }
@@ -41,6 +45,8 @@ impl Connection {
             socket,
             peer,
             local,
+            version: 0,
+            checked_name: None,
             tls: None,
         })
     }

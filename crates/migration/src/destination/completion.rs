@@ -112,6 +112,7 @@ impl Supervisor<'_, '_, '_> {
                 .control
                 .as_ref()
                 .map(|control| control.peer().to_owned()),
+            protected: Some(self.protected.clone()),
             generation: self.state.generation,
             reconnects: self.reconnects,
             channels: self.state.channels.clone(),
@@ -214,6 +215,7 @@ impl Supervisor<'_, '_, '_> {
             faults,
             first_faults,
             local_faults,
+            protected: self.protected.clone(),
             pages: self.counts(),
             missing_at_start: self.loading.missing_at_start(),
             reconnects: self.reconnects,

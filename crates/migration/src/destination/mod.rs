@@ -64,7 +64,7 @@ use crate::error::MigrationError;
 use crate::handshake::{Acceptor, Protection, Stranger};
 use crate::limits::Patience;
 use crate::phase::{Observer, Phase};
-use crate::report::{DestinationReport, PhaseStart, StallRow};
+use crate::report::{DestinationReport, PhaseStart, Protected, StallRow};
 use crate::session::destination::{Action, Destination as Session, End, Event, Stage, step};
 use crate::session::{SourceStage, ToDestination, ToSource};
 use crate::status::{Board, SessionStatus};
@@ -219,6 +219,8 @@ struct Supervisor<'s, 'e, 'a> {
     done: &'e AtomicBool,
     state: Session,
     control: Option<ControlLink>,
+    /// Of the newest control channel.
+    protected: Protected,
     bulk: Vec<recovery::BulkChannel<'s>>,
     precopy: precopy::Precopy,
     loading: switchover::Loading<'a>,

@@ -7,6 +7,7 @@ use super::resolver::Resolver;
 use super::setup::Incoming;
 use super::shared::Letter;
 use super::{Allocation, Session, Supervisor, faults, precopy, switchover};
+use crate::control::ControlLink;
 use crate::devices::{self, DeviceStates};
 use crate::error::MigrationError;
 use crate::limits::Patience;
@@ -138,6 +139,10 @@ pub(super) fn run<'a>(
             patience: &patience,
             done: &done,
             state: Session::new(),
+            protected: control
+                .as_ref()
+                .map(ControlLink::protection)
+                .unwrap_or_default(),
             control,
             bulk: Vec::new(),
             precopy: precopy::Precopy::new(allocation),

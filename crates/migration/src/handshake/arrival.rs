@@ -89,7 +89,8 @@ impl Arrival {
     ///
     /// # Errors
     /// [`ChannelError`] if the source is gone. The channel is lost then.
-    pub fn welcome(self) -> Result<Connection, ChannelError> {
+    pub fn welcome(mut self) -> Result<Connection, ChannelError> {
+        self.connection.version = self.agreed.version;
         // The socket's buffer is empty, so the message fits.
         let at_once = Wait::block("Welcome").within(Duration::ZERO);
         self.connection.write_all(&self.welcome, &at_once)?;

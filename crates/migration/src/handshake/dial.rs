@@ -80,7 +80,7 @@ pub fn open_on(
         silence: limit,
         stop,
     };
-    let connection = protect(connection, host, protection, limits)?;
+    let mut connection = protect(connection, host, protection, limits)?;
     let hello = Hello::ours(key, identity.session);
     let sent = hello.encode();
     let began = Instant::now();
@@ -123,6 +123,7 @@ pub fn open_on(
     {
         return Err(HandshakeError::BadProof);
     }
+    connection.version = reply.version;
     Ok(Opened {
         connection,
         agreed: Agreed {

@@ -7,7 +7,9 @@ use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::phase::Phase;
 use crate::protocol_error::ProtocolError;
-use crate::report::{DeviceFigures, PageCounts, PhaseStart, PrefetchCounts, SourceReport};
+use crate::report::{
+    DeviceFigures, PageCounts, PhaseStart, PrefetchCounts, Protected, SourceReport,
+};
 use crate::session::source::{End, Stage};
 use crate::status::SessionStatus;
 use crate::sync::Ordering;
@@ -28,6 +30,7 @@ pub(super) fn new_report() -> SourceReport {
         paused: false,
         sent_at_ns: 0,
         confirmed_ns: 0,
+        protected: Protected::default(),
         pages: PageCounts::default(),
         prefetch: PrefetchCounts::default(),
         devices: DeviceFigures::default(),
@@ -112,6 +115,7 @@ impl Supervisor<'_, '_, '_> {
                 .control
                 .as_ref()
                 .map(|control| control.peer().to_owned()),
+            protected: (self.report.protected.version > 0).then(|| self.report.protected.clone()),
             generation: self.state.generation,
             reconnects: self.report.reconnects,
             channels: self.channels.open().collect(),
