@@ -513,6 +513,8 @@ pub(crate) struct DemoArgs {
     /// (--precopy-passes N does the same), or now
     #[arg(long, value_name = "auto|after-passes N|now", num_args = 1..=2, value_parser = Closed::of(&["auto", "after-passes", "now"], any), hide_possible_values = true)]
     pub(crate) switch: Vec<String>,
+    #[command(flatten)]
+    pub(crate) details: DetailsArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,
@@ -524,6 +526,14 @@ pub(crate) struct DemoArgs {
     /// verifications must find it
     #[arg(long, hide = true)]
     pub(crate) corrupt_page: bool,
+}
+
+/// How much of a result to print.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct DetailsArgs {
+    /// Print all figures of the result, and a histogram of the stalls, instead of the essentials
+    #[arg(short, long, conflicts_with = "json")]
+    pub(crate) verbose: bool,
 }
 
 /// What a demo moves.
@@ -677,6 +687,8 @@ pub(crate) struct ReceiveArgs {
     /// Refuse a VM with more vCPUs [default: 8 for each core of this host, and 64 at least]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_VCPUS)))]
     pub(crate) max_vcpus: Option<u32>,
+    #[command(flatten)]
+    pub(crate) details: DetailsArgs,
     /// Print what was received as one JSON object when the command ends
     #[arg(long)]
     pub(crate) json: bool,
@@ -714,6 +726,8 @@ pub(crate) struct MigrateArgs {
     /// waited for.
     #[arg(long, conflicts_with = "events")]
     pub(crate) check: bool,
+    #[command(flatten)]
+    pub(crate) details: DetailsArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

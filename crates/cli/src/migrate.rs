@@ -86,7 +86,11 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
     } else if args.json {
         output::json(&report.json());
     } else {
-        output::result(&format!("{}\n{}", report.arrival(&args.to), report.table()));
+        output::result(&format!(
+            "{}\n{}",
+            report.arrival(&args.to),
+            report.table(args.details.verbose)
+        ));
     }
     Ok(())
 }
@@ -106,8 +110,8 @@ fn check(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's answer is not readable: {e}")))?;
     output::result(&format!(
         "{} can take the VM: protocol version {}, {protection}; nothing was moved\n",
-        text("peer").unwrap_or_default(),
-        answer["version"]
+        answer["peer"].as_str().unwrap_or_default(),
+        protection.version
     ));
     Ok(())
 }

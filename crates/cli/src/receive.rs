@@ -240,7 +240,7 @@ fn keep(
         received.large_mappings = large();
     }
     if let Some(report) = report.as_ref().filter(|_| shown && !args.json) {
-        output::result(&report.table());
+        output::result(&report.table(args.details.verbose));
     }
     let ended = host.keep(jobs, interrupts)?;
     if let Some(received) = report.as_mut().and_then(|report| report.received.as_mut()) {

@@ -60,7 +60,7 @@ pub(crate) fn demo(args: &DemoArgs, interrupts: &Interrupts) -> Result<(), Failu
     if args.json {
         output::json(&report.json());
     } else {
-        output::result(&report.table());
+        output::result(&report.table(args.details.verbose));
     }
     // Written after the result, so that a report that cannot be written does not cost the result.
     let written = args.report.as_ref().map_or(Ok(()), |path| {

@@ -271,9 +271,9 @@ impl Report {
             .collect()
     }
 
-    /// The report as a table.
-    pub(crate) fn table(&self) -> String {
-        table::show(self)
+    /// The report as a table: the essentials, or all of it.
+    pub(crate) fn table(&self, verbose: bool) -> String {
+        table::show(self, verbose)
     }
 
     /// The report as one JSON object.
