@@ -33,7 +33,7 @@ fn report() -> Report {
             first_stop_ns: START + 110_100_000,
             last_stop_ns: START + 110_500_000,
             confirmed_ns: START + 113_000_000,
-            protection: super::Protection {
+            protection: Protection {
                 version: 4,
                 tls: Some("TLS 1.3".into()),
                 peer_name: Some("there".into()),
@@ -67,7 +67,7 @@ fn report() -> Report {
             delivery: "exit".into(),
             delivery_because: "it was requested".into(),
             started_ns: START + 112_000_000,
-            protection: super::Protection::default(),
+            protection: Protection::default(),
             paused: false,
             first_instruction_ns: Some(START + 112_500_000),
             first_touch_ns: None,
