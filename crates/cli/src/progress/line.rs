@@ -124,7 +124,7 @@ mod tests {
         assert_eq!(at(0), "");
         assert_eq!(
             at(70),
-            "pre-copy 12 [=========              ] 45% 112 MiB/s 3 s left (12 s)"
+            "pre-copy 12 [===========               ] 45% 112 MiB/s 3 s left (12 s)"
         );
         assert!(at(140).ends_with("% of the memory"), "{}", at(140));
     }
