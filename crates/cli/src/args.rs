@@ -117,8 +117,8 @@ pub(crate) enum Command {
     Recover(RecoverArgs),
     /// End a migration whose other side is gone for good, and say what is lost
     ///
-    /// At the source the VM stays paused with all its pages, unless --resume-here takes it back. A VM
-    /// that had been paused before the migration stays paused also then. At the
+    /// At the source the VM stays paused with all its pages, unless --resume-here takes it back. A
+    /// VM that had been paused before the migration stays paused also then. At the
     /// destination a VM with missing pages is paused, and cannot go on.
     #[command(after_help = EXIT_CODES)]
     Abandon(AbandonArgs),
@@ -475,8 +475,8 @@ pub(crate) struct RecoverArgs {
 pub(crate) struct AbandonArgs {
     #[command(flatten)]
     pub(crate) vm: VmArgs,
-    /// At the source: run the VM here, or take it back paused if it was paused. Do so only if the destination never runs it again: what it
-    /// did there is lost, and else it runs twice
+    /// At the source: run the VM here, or take it back paused if it was paused. Do so only if the
+    /// destination never runs it again: what it did there is lost, and else it runs twice
     #[arg(long)]
     pub(crate) resume_here: bool,
 }

@@ -191,8 +191,8 @@ impl Report {
         }
     }
 
-    /// The blackout; `None` for a VM that was paused. With both halves (one host, one clock) the time between the two ends;
-    /// otherwise the source's bound.
+    /// The blackout; `None` for a VM that was paused. With both halves (one host, one clock) the
+    /// time between the two ends; otherwise the source's bound.
     pub(crate) fn blackout(&self) -> Option<Blackout> {
         let sent = self.sent.as_ref().filter(|_| !self.paused())?;
         let (end, kind) = match self
