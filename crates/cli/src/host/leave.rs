@@ -150,7 +150,7 @@ fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>,
 }
 
 /// The failure in words. A VM that its owner has paused does not run on.
-fn explain(failure: SourceFailure, vm: &Vm) -> Failure {
+pub(super) fn explain(failure: SourceFailure, vm: &Vm) -> Failure {
     let stays = match failure.vm {
         SourceVm::Runs => "the VM stays paused at the source, as it was",
         SourceVm::Forced => {

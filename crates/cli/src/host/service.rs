@@ -1,5 +1,6 @@
 //! The answers of a VM's control socket.
 
+use super::leave::explain;
 use super::session_events::SessionEvents;
 use super::state::{Activity, Host, Job};
 use super::watch::has_switched_over;
@@ -293,13 +294,13 @@ impl Host {
         let config = options
             .config(None)
             .map_err(|e| Failure::new(Exit::Usage, e))?;
-        {
+        let vm = {
             let _exclusive = self.exclusive()?;
-            self.vm_here(&self.activity())?;
-        }
+            self.vm_here(&self.activity())?
+        };
         let checked = check(&route, &config, &|| self.quits()).map_err(|error| {
-            let vm = SourceVm::Runs;
-            Failure::from(SourceFailure { vm, error })
+            let stays = SourceVm::Runs;
+            explain(SourceFailure { vm: stays, error }, &vm)
         })?;
         Ok(json!({
             "peer": checked.peer,
