@@ -83,7 +83,10 @@ fn pause_and_resume_count_until_the_switch_over() {
     let migrate = source.migrate_with(&destination.address, &more);
     let in_precopy = || {
         wait_for("a pass", || {
-            (status(&source.socket)?["session"]["passes"].as_u64()? > 0).then_some(())
+            let session = &status(&source.socket)?["session"];
+            // The last migration has a session too.
+            let passes = session["passes"].as_u64()?;
+            (session["stage"] == "pre-copy" && passes > 0).then_some(())
         });
     };
     in_precopy();
