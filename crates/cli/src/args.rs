@@ -235,6 +235,10 @@ pub(crate) struct BackingArgs {
         hide_possible_values = true
     )]
     pub(crate) backing: Backing,
+    /// Start a VM although a limit of this host leaves it too little: memory, control groups,
+    /// accounting of memory, or limits of the process. The VM may then end by a signal
+    #[arg(long)]
+    pub(crate) ignore_limits: bool,
 }
 
 /// The fault delivery that the user chose; `None` for `auto`.
@@ -615,7 +619,8 @@ pub(crate) struct KernelArgs {
     /// The kernel's command line [default: console=hvc0]
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     pub(crate) cmdline: Option<String>,
-    /// The kernel's console: a file, or - for this terminal, where Ctrl-C ends the VM
+    /// The kernel's console: a file, or - for this terminal, where Ctrl-C ends the VM. Text is
+    /// dropped while its reader takes nothing for a second
     #[arg(long, value_name = "FILE|-", default_value = "-", requires = "kernel", value_parser = console)]
     pub(crate) console: ConsoleTarget,
 }

@@ -12,7 +12,8 @@
 //! a table, JSON or HTML. [`probe`] tests the host.
 //!
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
-//! The crate must not know wire formats, page tables or ioctls, and has no unsafe code.
+//! The crate must not know wire formats, page tables or ioctls. Its only unsafe code takes the
+//! descriptor that a service manager hands over ([`activation`]).
 
 mod activation;
 mod args;
@@ -28,6 +29,7 @@ mod demo;
 mod exit;
 mod guest_linux;
 mod host;
+mod limits;
 mod log;
 mod manual;
 mod memory;
@@ -45,6 +47,7 @@ mod sampler;
 mod scratch;
 mod set;
 mod signals;
+mod sink;
 mod size;
 mod sockets;
 mod status;
@@ -60,22 +63,25 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let began = log::start(cli.log);
-    match began
+    let ended = output::start()
+        .and_then(|()| log::start(cli.log))
         .and_then(|()| dispatch(&cli))
-        .and_then(|()| output::check())
-    {
+        .and_then(|()| output::check());
+    let code = match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             output::error(&failure);
             ExitCode::from(failure.exit as u8)
         }
-    }
+    };
+    output::finish();
+    code
 }
 
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
-    let interrupts =
-        Interrupts::install(matches!(cli.command, Command::Run(_) | Command::Receive(_)))?;
+    let owns_vm = matches!(cli.command, Command::Run(_) | Command::Receive(_));
+    let interrupts = Interrupts::install(owns_vm)?;
+    output::wait_by(&interrupts, owns_vm);
     match &cli.command {
         Command::Demo(args) => demo::demo(args, &interrupts),
         Command::Run(args) => run::run(args, &interrupts),

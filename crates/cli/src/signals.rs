@@ -1,12 +1,14 @@
+#![expect(unsafe_code, reason = "installs signal handlers")]
 //! Counters of SIGINT, SIGTERM and SIGHUP.
 //!
 //! SIGINT and SIGTERM ask a command to stop. So does SIGHUP, except for a process that owns a VM: a
-//! terminal that closes must not end a VM. The signals are counted, and every wait polls the count.
+//! terminal that closes must not end a VM. The handlers count the signals themselves: two that come
+//! before any thread runs are two. Every wait polls the count.
 //! SIGPIPE stays ignored, as the Rust runtime sets it: a vanished reader is an error of a write.
 
 use crate::exit::{Exit, Failure};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::low_level::register;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -24,22 +26,22 @@ impl Interrupts {
     /// Handles the signals of this process. With `owns_vm`, SIGHUP has no effect.
     ///
     /// # Errors
-    /// When the host refuses the handlers or a thread.
+    /// When the host refuses the handlers.
     pub(crate) fn install(owns_vm: bool) -> Result<Self, Failure> {
         let cannot = |e| Failure::os("cannot handle signals", e);
         let interrupts = Self::default();
-        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(cannot)?;
-        let counted = interrupts.clone();
-        std::thread::Builder::new()
-            .name("signals".into())
-            .spawn(move || {
-                for signal in &mut signals {
-                    if signal != SIGHUP || !owns_vm {
-                        counted.add();
-                    }
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            let counted = interrupts.clone();
+            let counts = signal != SIGHUP || !owns_vm;
+            let count = move || {
+                if counts {
+                    counted.add();
                 }
-            })
-            .map_err(cannot)?;
+            };
+            // SAFETY: the handler is async-signal-safe (signal-safety(7)): it only adds to an
+            // atomic that it owns. It neither allocates nor locks, and cannot panic.
+            unsafe { register(signal, count) }.map_err(cannot)?;
+        }
         Ok(interrupts)
     }
 

@@ -29,19 +29,22 @@ pub struct SessionStatus {
     pub generation: u32,
     /// How often the control channel was lost.
     pub reconnects: u32,
+    /// The channels that were open and were lost, of all roles. The channels that end with a lost
+    /// control channel do not count.
+    pub channels_lost: u64,
     /// The open bulk and urgent channels.
     pub channels: Vec<ChannelId>,
     /// Pages that the destination has not confirmed (source), or that are missing (destination).
     pub pages_left: u64,
     /// Pages that were sent and that have no receipt yet (source).
     pub pages_in_flight: u64,
-    /// Bytes of pages sent or received so far.
+    /// Bytes of pages that the destination has acknowledged (source), or that came (destination).
     pub page_bytes: u64,
     /// Whether the VM was paused by its owner when it was switched over. Its owner at the
     /// destination may have resumed it since. `false` before the switch-over.
     pub paused: bool,
-    /// Bytes of pages sent or received a second, over about the last second. 0 before the first
-    /// measurement, and once the session is over.
+    /// Bytes of pages acknowledged or received a second, over about the last second. 0 before the
+    /// first measurement, and once the session is over.
     pub page_rate: u64,
     /// Bytes of pages that the guest dirtied a second during the last pre-copy pass (source). A
     /// page counts once a pass. `None` before the first pass is over.
@@ -69,6 +72,8 @@ pub struct SessionStatus {
     pub lost_for: Option<Duration>,
     /// The reason why a channel was lost the last time.
     pub last_loss: Option<String>,
+    /// Connections that were refused since the destination listens (destination).
+    pub strangers: u64,
 }
 
 impl Default for SessionStatus {
@@ -80,6 +85,7 @@ impl Default for SessionStatus {
             protected: None,
             generation: 0,
             reconnects: 0,
+            channels_lost: 0,
             channels: Vec::new(),
             pages_left: 0,
             pages_in_flight: 0,
@@ -96,6 +102,7 @@ impl Default for SessionStatus {
             waiting_faults: 0,
             lost_for: None,
             last_loss: None,
+            strangers: 0,
         }
     }
 }
@@ -208,6 +215,13 @@ impl Board {
         published.write(status, Instant::now());
     }
 
+    /// Publishes ahead of the rest whether the VM was paused by its owner: a panic in the
+    /// switch-over must not undo that.
+    pub(crate) fn set_paused(&self, paused: bool) {
+        let mut published = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        published.status.paused = paused;
+    }
+
     pub(crate) fn read(&self) -> SessionStatus {
         let published = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         published.status.clone()
@@ -225,6 +239,18 @@ mod tests {
             page_bytes,
             ..SessionStatus::default()
         }
+    }
+
+    #[test]
+    fn an_owners_pause_is_told_before_the_stage_changes() {
+        let board = Board::default();
+        board.write(status("pre-copy", 1000, 0));
+        board.set_paused(true);
+        let told = board.read();
+        assert_eq!(
+            (told.stage, told.pages_left, told.paused),
+            ("pre-copy", 1000, true)
+        );
     }
 
     #[test]

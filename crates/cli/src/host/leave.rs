@@ -1,7 +1,9 @@
 //! A VM leaves: the migration in its source's process.
 
 use super::state::{Activity, Host, Job};
-use super::wait::{ABANDONED_AT_SOURCE, Answers, NoOutcome, Stop, StopRequests, wait_for_outcome};
+use super::wait::{
+    ABANDONED_AT_SOURCE, Answers, NoOutcome, Stop, StopRequests, catch_defect, wait_for_outcome,
+};
 use super::watch::{Watch, has_switched_over};
 use crate::exit::{Exit, Failure};
 use crate::output;
@@ -11,7 +13,7 @@ use crate::signals::Interrupts;
 use crate::vm::Vm;
 use pageferry_migration::address::Address;
 use pageferry_migration::{
-    Route, SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm,
+    Route, SessionStatus, SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm,
 };
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -167,6 +169,31 @@ pub(super) fn explain(failure: SourceFailure, vm: &Vm) -> Failure {
     }
 }
 
+/// The place of the VM after a defect ended its migration at `stage`. A VM that cannot be elsewhere
+/// runs on, unless its owner has `paused` it.
+fn after_defect(
+    stage: &str,
+    paused: bool,
+    defect: Failure,
+    run_on: impl FnOnce(),
+) -> (SourceVm, Failure) {
+    let stays = match paused {
+        true => "the VM stays paused here, as it was",
+        false => "the VM runs on here",
+    };
+    match stage {
+        // A stage is published after its actions, and `Go` is an action of the stage after
+        // switch-over. So the destination was not told to run the VM.
+        "none" | "setup" | "pre-copy" | "cancelling" | "kept" | "returned" => {
+            run_on();
+            (SourceVm::Runs, defect.and(stays))
+        }
+        "resumed-here" => (SourceVm::Forced, defect.and(stays)),
+        // It may run at the destination.
+        _ => (SourceVm::GivenUp, defect),
+    }
+}
+
 /// Migrates `vm` on a separate thread, which sends the outcome.
 ///
 /// # Errors
@@ -184,17 +211,77 @@ pub(crate) fn send_away(
         .name("migration".into())
         .spawn(move || {
             let guest = vm.guest().to_bytes();
-            let result = pageferry_migration::migrate(
-                &vm.running(),
-                &route,
-                &guest,
-                &config,
-                &session,
-                &observer,
-            );
+            let result = catch_defect(|| {
+                pageferry_migration::migrate(
+                    &vm.running(),
+                    &route,
+                    &guest,
+                    &config,
+                    &session,
+                    &observer,
+                )
+            });
+            let outcome = match result {
+                Ok(result) => result.map_err(|failure| (failure.vm, explain(failure, &vm))),
+                Err(defect) => {
+                    let SessionStatus { stage, paused, .. } = session.status();
+                    // From the switch-over on, it is the migration that has paused the VM.
+                    let pause = session.before_switch_over(|| vm.threads().is_paused());
+                    let paused = pause.unwrap_or(paused);
+                    let run_on = || vm.run_on(paused);
+                    Err(after_defect(stage, paused, defect, run_on))
+                }
+            };
             // The receiver is gone only if the process is ending.
-            let _ = sender.send(result.map_err(|failure| (failure.vm, explain(failure, &vm))));
+            let _ = sender.send(outcome);
         })
         .map_err(|e| Failure::os("cannot start the migration's thread", e))?;
     Ok(outcome)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    #[test]
+    fn a_panic_is_a_defect_and_a_vm_that_is_only_here_runs_on() {
+        let defect = || catch_defect(|| -> () { panic!("page {} of nothing", 7) }).unwrap_err();
+        for (stage, place) in [
+            ("none", SourceVm::Runs),
+            ("setup", SourceVm::Runs),
+            ("pre-copy", SourceVm::Runs),
+            ("cancelling", SourceVm::Runs),
+            ("switch-over", SourceVm::GivenUp),
+            ("handed-over", SourceVm::GivenUp),
+            ("drained", SourceVm::GivenUp),
+            ("completed", SourceVm::GivenUp),
+            ("given-up", SourceVm::GivenUp),
+            ("resumed-here", SourceVm::Forced),
+        ] {
+            let runs = Cell::new(false);
+            let (vm, failure) = after_defect(stage, false, defect(), || runs.set(true));
+            assert_eq!(
+                (vm, runs.get()),
+                (place, place == SourceVm::Runs),
+                "{stage}"
+            );
+            assert_eq!(failure.exit, Exit::Internal, "{stage}");
+            let why = failure.to_string();
+            assert!(why.contains("a defect of Pageferry"), "{why}");
+            assert!(why.contains("panicked: page 7 of nothing"), "{why}");
+            assert_eq!(
+                why.contains("the VM runs on here"),
+                place != SourceVm::GivenUp
+            );
+            let (same, failure) = after_defect(stage, true, defect(), || ());
+            let why = failure.to_string();
+            assert_eq!(same, place, "{stage}");
+            assert!(!why.contains("runs on"), "{why}");
+            assert_eq!(
+                why.contains("the VM stays paused here"),
+                place != SourceVm::GivenUp
+            );
+        }
+    }
 }

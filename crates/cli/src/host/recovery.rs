@@ -153,6 +153,7 @@ pub(super) fn json_of(status: &SessionStatus) -> Value {
         "peer_name": status.protected.as_ref().and_then(|p| p.peer_name.as_ref()),
         "generation": status.generation,
         "reconnects": status.reconnects,
+        "channels_lost": status.channels_lost,
         "channels": channels,
         "pages_left": status.pages_left,
         "pages_in_flight": status.pages_in_flight,

@@ -1,11 +1,12 @@
-//! Shows a feed: one refreshed line on a terminal, lines elsewhere, both on stderr.
+//! Shows a feed: one refreshed line on a terminal, lines elsewhere, both on stderr. Neither waits for
+//! its reader.
 
 use super::line::{Line, short};
+use super::terminal::Terminal;
 use super::{Feed, Rates, Update};
 use crate::output;
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pageferry_migration::Phase;
-use rustix::termios::tcgetwinsize;
 use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -101,11 +102,11 @@ struct Bar {
 
 impl Bar {
     fn new() -> Self {
-        let all = MultiProgress::with_draw_target(ProgressDrawTarget::stderr_with_hz(20));
-        let bar = all.add(ProgressBar::no_length());
+        output::begin_progress();
+        let target = ProgressDrawTarget::term_like_with_hz(Box::<Terminal>::default(), 20);
+        let bar = ProgressBar::with_draw_target(None, target);
         let style = ProgressStyle::with_template("{spinner} {msg}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
-        output::set_progress(Some(all));
         Self {
             bar,
             line: Line::default(),
@@ -134,15 +135,14 @@ impl Screen for Bar {
     }
 
     fn refresh(&mut self, rates: Option<Rates>) {
-        let width = tcgetwinsize(std::io::stderr()).map_or(0, |size| size.ws_col);
         // The spinner and its space, and the last column, which stays free: some terminals wrap there.
-        let width = usize::from(if width == 0 { 80 } else { width }).saturating_sub(3);
+        let width = usize::from(Terminal::size().0).saturating_sub(3);
         self.bar.set_message(self.line.show(rates, width));
     }
 
     fn end(&mut self) {
-        output::set_progress(None);
         self.bar.finish_and_clear();
+        output::end_progress();
     }
 }
 

@@ -9,6 +9,7 @@
 mod display;
 mod feed;
 mod line;
+mod terminal;
 
 pub(crate) use display::Display;
 pub(crate) use feed::{Feed, Rates, Update};

@@ -121,6 +121,8 @@ fn the_progress_is_one_line_and_log_lines_leave_it_whole() {
             lines += 1;
         }
         assert!(lines >= 3, "{shown:#?}");
+        let result = |start| shown.iter().any(|row| row.starts_with(start));
+        assert!(result("listening on tcp:"), "{shown:#?}");
         assert!(ended.stdout.contains("post-copy"), "{ended:?}");
         assert!(ended.stdout.contains("/s"), "no rate: {ended:?}");
         assert!(ended.stdout.contains(" s left"), "no time left: {ended:?}");

@@ -1,6 +1,7 @@
 //! Checks the way to a destination, and moves nothing.
 
 use super::config::{Route, SourceConfig};
+use super::recovery::Worked;
 use crate::control::ControlLink;
 use crate::error::MigrationError;
 use crate::handshake::{Identity, Opened, protection};
@@ -38,7 +39,7 @@ pub fn check(
     let key = ChannelKey::control(1);
     let Opened {
         connection, agreed, ..
-    } = route.open(&protection, &identity, key, limit, stop)?;
+    } = route.open(&Worked::default(), &protection, &identity, key, limit, stop)?;
     let (tls, tls_name) = (connection.is_tls(), connection.tls_name());
     let peer = connection.peer().to_owned();
     let mut control = ControlLink::new(Arc::new(connection), 1, Side::Destination, 0);

@@ -93,6 +93,16 @@ pub enum Route {
     Caller(Arc<dyn Connect>),
 }
 
+impl Route {
+    /// The host that a TCP connection goes to.
+    pub(super) fn host(&self) -> Option<&str> {
+        match self {
+            Self::To(Address::Tcp { host, .. }) => Some(host),
+            _ => None,
+        }
+    }
+}
+
 /// Opens connections to the destination. The handshake, and TLS if there is any, come on top.
 pub trait Connect: Send + Sync {
     /// Opens one connection. It is called once for each channel and each attempt, on a thread of

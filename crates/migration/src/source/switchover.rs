@@ -43,7 +43,7 @@ impl Supervisor<'_, '_, '_> {
             return Err(MigrationError::LinkLost("no control channel".into()));
         };
         for frame in MissingRuns::frames(ledger.unsent_runs()) {
-            control.send(&Frame::Missing(frame))?;
+            control.send_slowly(&Frame::Missing(frame), self.config.limits.silence)?;
         }
         self.enter(Phase::SwitchOver);
         self.session.close_to_owner();
@@ -52,6 +52,7 @@ impl Supervisor<'_, '_, '_> {
         let stopped = self.vm.vcpus.pause(PAUSE_LIMIT)?;
         self.resumes = stopped.was_running;
         self.report.paused = !stopped.was_running;
+        self.session.board.set_paused(self.report.paused);
         let pausing = Instant::now();
         self.devices_paused = true;
         devices::pause(self.vm.devices)?;

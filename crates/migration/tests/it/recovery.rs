@@ -143,7 +143,7 @@ fn assert_kept(name: &str, source: &WorkloadVm, ends: &Ends) {
 }
 
 /// Checks that the whole VM arrived, and that it never ran at both sides.
-fn assert_whole(source: &WorkloadVm, ends: &Ends) {
+pub(crate) fn assert_whole(source: &WorkloadVm, ends: &Ends) {
     let sent = ends.sent.as_ref().unwrap();
     let (vm, received) = ends.received.as_ref().expect("a VM");
     received.as_ref().unwrap();
