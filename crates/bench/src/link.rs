@@ -9,10 +9,10 @@ use crate::peer::{
 use crate::vm::{Faults, LIMIT, Vm, create, create_on};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_addr::PAGE_SIZE;
-use pageferry_machine::{Backing, Delivery, Engine, MachineSpec};
+use pageferry_machine::{Backing, Delivery, Engine, MachineSpec, VcpuThreads};
 use pageferry_migration::channel::{Connection, Listener, Spinner, Wait};
 use pageferry_migration::{
-    Destination, DestinationConfig, DestinationReport, Resolver, Unobserved, monotonic_ns,
+    Destination, DestinationConfig, DestinationReport, Observer, Phase, Resolver, monotonic_ns,
 };
 use std::collections::VecDeque;
 use std::sync::{Arc, Barrier};
@@ -270,6 +270,20 @@ fn fetch(
     Ok((report, peer.read_figures()?))
 }
 
+/// Runs a VM as soon as it is handed over. Some guests begin their work only then, so their source
+/// never runs them, and they arrive paused.
+struct Starter<'a>(&'a VcpuThreads);
+
+impl Observer for Starter<'_> {
+    fn phase(&self, phase: Phase) {
+        if phase == Phase::Postcopy {
+            self.0.resume();
+        }
+    }
+
+    fn progress(&self, _: Phase, _: u64, _: u64) {}
+}
+
 /// Receives a VM from a peer in the role `Source`.
 pub(crate) fn receive(
     peer: &mut Peer,
@@ -310,7 +324,7 @@ pub(crate) fn receive_by(
     };
     let vm = create_on(engine, spec, Arc::clone(&resolver) as Arc<dyn Faults>)?;
     let report = incoming
-        .receive(&vm.running(), &resolver, stop, &Unobserved)
+        .receive(&vm.running(), &resolver, stop, &Starter(&vm.threads))
         .map_err(|e| failed(&e))?;
     Ok((report, vm))
 }

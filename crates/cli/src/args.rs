@@ -86,8 +86,14 @@ pub(crate) enum Command {
     #[command(after_help = EXIT_CODES)]
     Watch(WatchArgs),
     /// Pause a VM on this host
+    ///
+    /// A VM that is paused can be migrated, and arrives paused. During a migration, pause it at the
+    /// source before the switch-over, and at the destination after it.
     Pause(VmArgs),
     /// Let a paused VM on this host run on
+    ///
+    /// During a migration, resume it at the source before the switch-over, and at the destination
+    /// after it.
     Resume(VmArgs),
     /// Check every page of a VM on this host against the guest's own counters
     ///
@@ -111,7 +117,8 @@ pub(crate) enum Command {
     Recover(RecoverArgs),
     /// End a migration whose other side is gone for good, and say what is lost
     ///
-    /// At the source the VM stays paused with all its pages, unless --resume-here runs it. At the
+    /// At the source the VM stays paused with all its pages, unless --resume-here takes it back. A
+    /// VM that had been paused before the migration stays paused also then. At the
     /// destination a VM with missing pages is paused, and cannot go on.
     #[command(after_help = EXIT_CODES)]
     Abandon(AbandonArgs),
@@ -472,8 +479,8 @@ pub(crate) struct RecoverArgs {
 pub(crate) struct AbandonArgs {
     #[command(flatten)]
     pub(crate) vm: VmArgs,
-    /// At the source: run the VM here. Do so only if the destination never runs it again: what it
-    /// did there is lost, and else it runs twice
+    /// At the source: run the VM here, or take it back paused if it was paused. Do so only if the
+    /// destination never runs it again: what it did there is lost, and else it runs twice
     #[arg(long)]
     pub(crate) resume_here: bool,
 }
@@ -510,6 +517,8 @@ pub(crate) struct DemoArgs {
     /// (--precopy-passes N does the same), or now
     #[arg(long, value_name = "auto|after-passes N|now", num_args = 1..=2, value_parser = Closed::of(&["auto", "after-passes", "now"], any), hide_possible_values = true)]
     pub(crate) switch: Vec<String>,
+    #[command(flatten)]
+    pub(crate) details: DetailsArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,
@@ -521,6 +530,14 @@ pub(crate) struct DemoArgs {
     /// verifications must find it
     #[arg(long, hide = true)]
     pub(crate) corrupt_page: bool,
+}
+
+/// How much of a result to print.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct DetailsArgs {
+    /// Print all figures of the result, and a histogram of the stalls, instead of the essentials
+    #[arg(short, long, conflicts_with = "json")]
+    pub(crate) verbose: bool,
 }
 
 /// What a demo moves.
@@ -675,6 +692,8 @@ pub(crate) struct ReceiveArgs {
     /// Refuse a VM with more vCPUs [default: 8 for each core of this host, and 64 at least]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_VCPUS)))]
     pub(crate) max_vcpus: Option<u32>,
+    #[command(flatten)]
+    pub(crate) details: DetailsArgs,
     /// Print what was received as one JSON object when the command ends
     #[arg(long)]
     pub(crate) json: bool,
@@ -712,6 +731,8 @@ pub(crate) struct MigrateArgs {
     /// waited for.
     #[arg(long, conflicts_with = "events")]
     pub(crate) check: bool,
+    #[command(flatten)]
+    pub(crate) details: DetailsArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

@@ -6,10 +6,11 @@ use crate::control::options::MigrateOptions;
 use crate::control::protocol::{ErrorLine, Event, Request, SessionEvent};
 use crate::exit::{Exit, Failure};
 use crate::output;
-use crate::progress::{Display, Feed, Update};
-use crate::report::Report;
+use crate::progress::{Display, Feed, Rates, Update};
+use crate::report::{Protection, Report};
 use crate::signals::Interrupts;
 use crate::wall_clock;
+use serde::Deserialize;
 use serde_json::json;
 use std::cell::Cell;
 use std::time::Duration;
@@ -86,9 +87,9 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
         output::json(&report.json());
     } else {
         output::result(&format!(
-            "the VM runs at {} now\n{}",
-            args.to,
-            report.table()
+            "{}\n{}",
+            report.arrival(&args.to),
+            report.table(args.details.verbose)
         ));
     }
     Ok(())
@@ -105,15 +106,12 @@ fn check(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         output::json(&answer);
         return Ok(());
     }
-    let text = |key: &str| answer[key].as_str().map(str::to_owned);
-    let protection = match (text("tls"), text("peer_name")) {
-        (Some(tls), Some(name)) => format!("{tls} with `{name}`"),
-        _ => "plain, without TLS".to_owned(),
-    };
+    let protection = Protection::deserialize(&answer)
+        .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's answer is not readable: {e}")))?;
     output::result(&format!(
         "{} can take the VM: protocol version {}, {protection}; nothing was moved\n",
-        text("peer").unwrap_or_default(),
-        answer["version"]
+        answer["peer"].as_str().unwrap_or_default(),
+        protection.version
     ));
     Ok(())
 }
@@ -124,9 +122,18 @@ fn show_on(feed: &Feed, event: Event) {
         Event::Phase(phase) => feed.put(Update::Phase(phase.into())),
         Event::Progress { done, total } => feed.at(done, total),
         Event::Allocated { done, total } => feed.put(Update::Allocated { done, total }),
-        Event::Session(
-            SessionEvent::Stage(_) | SessionEvent::Rates { .. } | SessionEvent::PassEnded { .. },
-        ) => {}
+        Event::Session(SessionEvent::Rates {
+            page_rate,
+            time_left_ms,
+            ..
+        }) => {
+            let rates = (page_rate > 0).then(|| Rates {
+                bytes: page_rate,
+                left: time_left_ms.map(Duration::from_millis),
+            });
+            feed.measure(move || rates);
+        }
+        Event::Session(SessionEvent::Stage(_) | SessionEvent::PassEnded { .. }) => {}
         Event::Session(SessionEvent::Lost { why, .. }) => {
             let why = why.unwrap_or_default();
             feed.note(format!("the connections broke, opening new ones: {why}"));

@@ -2,7 +2,8 @@
 //!
 //! **Guarantee.** No line on stderr holds up the work or fails it: it is dropped and counted if
 //! nobody takes it. The same holds for results of a process that owns a VM, as long as the VM is
-//! there. Any other command waits for the reader of its results, until the user ends it.
+//! there. Any other command waits for the reader of its results, until the user ends it. Lines and
+//! the refreshed line of the progress leave each other whole on a terminal.
 //!
 //! A reader that has gone away is no failure of a command whose work is done. Any other failed
 //! write of a result is a failure, and the command ends with it ([`check`]).
@@ -14,8 +15,9 @@ use crate::signals::Interrupts;
 use crate::sink::{Sink, To};
 use rustix::io::Errno;
 use serde_json::Value;
-use std::sync::OnceLock;
+use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The most bytes that wait for the reader of stderr.
@@ -26,6 +28,8 @@ const RESULTS: usize = 1 << 20;
 /// owned a VM, for its results.
 const LAST_LINES: Duration = Duration::from_secs(1);
 const LAST_RESULTS: Duration = Duration::from_secs(5);
+/// Empties the row of the cursor (ECMA-48, 8.3.41), and returns to its start.
+const EMPTY_ROW: &str = "\r\x1b[2K";
 
 static STDERR: OnceLock<Sink> = OnceLock::new();
 static STDOUT: OnceLock<Sink> = OnceLock::new();
@@ -33,6 +37,9 @@ static STDOUT: OnceLock<Sink> = OnceLock::new();
 static READER: OnceLock<(Interrupts, bool)> = OnceLock::new();
 /// The panics of this process.
 static DEFECTS: AtomicU64 = AtomicU64::new(0);
+/// Whether the terminal on stderr may show the line of the progress. Held while a line is put into
+/// the sink: it then comes before the first picture, or empties the row, or comes behind the last.
+static PROGRESS: Mutex<bool> = Mutex::new(false);
 
 /// Begins output, and the reports of panics. Lines before it are written directly.
 ///
@@ -40,7 +47,10 @@ static DEFECTS: AtomicU64 = AtomicU64::new(0);
 /// When the host has no room for a thread.
 pub(crate) fn start() -> Result<(), Failure> {
     let cannot = |e| Failure::os("cannot start the threads for output", e);
-    let notice = |lost| format!("pageferry: {lost} lines of diagnostics were lost\n");
+    let notice = |lost| {
+        let start = row_start(*progress());
+        format!("{start}pageferry: {lost} lines of diagnostics were lost\n")
+    };
     let stderr = Sink::start("stderr", To::Stderr, DIAGNOSTICS, notice).map_err(cannot)?;
     let silent = |_| String::new();
     let stdout = Sink::start("stdout", To::Stdout, RESULTS, silent).map_err(cannot)?;
@@ -61,17 +71,52 @@ pub(crate) fn wait_by(interrupts: &Interrupts, owns_vm: bool) {
     let _ = READER.set((interrupts.clone(), owns_vm));
 }
 
-/// Writes `text` to stdout unchanged.
+/// Announces the line of the progress, before its first picture. Its thread waits a moment for
+/// results that are on their way to the same terminal.
+pub(crate) fn begin_progress() {
+    *progress() = true;
+    if std::io::stdout().is_terminal() {
+        drain_for(&STDOUT, LAST_LINES);
+    }
+}
+
+/// Ends the progress, behind its last picture. Its thread waits a moment for the terminal: results
+/// go there by another way, and must not come before.
+pub(crate) fn end_progress() {
+    drain_for(&STDERR, LAST_LINES);
+    *progress() = false;
+}
+
+fn progress() -> MutexGuard<'static, bool> {
+    PROGRESS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The bytes before a line. The next picture of the progress comes below the line.
+fn row_start(may_show_progress: bool) -> &'static str {
+    if may_show_progress { EMPTY_ROW } else { "" }
+}
+
+fn drain_for(sink: &OnceLock<Sink>, limit: Duration) {
+    if let Some(sink) = sink.get() {
+        let deadline = Instant::now() + limit;
+        sink.drain(&|| Instant::now() >= deadline);
+    }
+}
+
+/// Writes `text`, which begins a line, to stdout.
 pub(crate) fn result(text: &str) {
     let Some(stdout) = STDOUT.get() else { return };
+    let shown = progress();
+    let start = row_start(*shown && std::io::stdout().is_terminal());
+    let text = [start, text].concat();
     match READER.get() {
         Some((_, true)) => stdout.offer(text.as_bytes()),
-        Some((interrupts, false)) => {
-            stdout.force(text.as_bytes());
-            let count = interrupts.count();
-            stdout.drain(&|| interrupts.count() != count);
-        }
-        None => stdout.force(text.as_bytes()),
+        _ => stdout.force(text.as_bytes()),
+    }
+    drop(shown);
+    if let Some((interrupts, false)) = READER.get() {
+        let count = interrupts.count();
+        stdout.drain(&|| interrupts.count() != count);
     }
 }
 
@@ -118,10 +163,7 @@ pub(crate) fn check() -> Result<(), Failure> {
 
 /// Gives the reader of stderr a moment for the last lines. The process then ends.
 pub(crate) fn finish() {
-    if let Some(stderr) = STDERR.get() {
-        let deadline = Instant::now() + LAST_LINES;
-        stderr.drain(&|| Instant::now() >= deadline);
-    }
+    drain_for(&STDERR, LAST_LINES);
 }
 
 /// Writes one JSON object to stdout, in lines.
@@ -134,8 +176,18 @@ pub(crate) fn json_line(value: &Value) {
     result(&format!("{value}\n"));
 }
 
-/// Writes `bytes` to stderr, and drops them rather than wait.
-pub(crate) fn diagnostics(bytes: &[u8]) {
+/// Writes whole lines to stderr, and drops them rather than wait.
+pub(crate) fn diagnostics(lines: &[u8]) {
+    let shown = progress();
+    offer(&[row_start(*shown).as_bytes(), lines].concat());
+}
+
+/// Writes a picture of the progress to stderr, and drops it rather than wait.
+pub(crate) fn picture(bytes: &[u8]) {
+    offer(bytes);
+}
+
+fn offer(bytes: &[u8]) {
     match STDERR.get() {
         Some(stderr) => stderr.offer(bytes),
         // The process could not start its threads, and ends.

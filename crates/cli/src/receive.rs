@@ -11,7 +11,7 @@ use crate::host::{
     has_switched_over, wait_for_outcome,
 };
 use crate::output;
-use crate::progress::{Display, Feed};
+use crate::progress::{Display, Feed, Rates};
 use crate::report::{Conditions, Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
@@ -58,6 +58,8 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
         kvm::delivery_trials();
     }
     let feed = Feed::new();
+    let there = Arc::downgrade(&destination);
+    feed.measure(move || Rates::of(&there.upgrade()?.status()));
     let mut console = None;
     loop {
         let Some(incoming) = accept(&destination, &host, args, interrupts)? else {
@@ -233,13 +235,18 @@ fn keep(
     if shown {
         // Only a demo draws a timeline.
         host.set_sampler(None);
-        output::note("all of the VM is here; it runs until `pageferry quit` or Ctrl-C");
+        output::note(match vm.threads().is_paused() {
+            true => {
+                "all of the VM is here, paused: `pageferry resume` runs it, `pageferry quit` or Ctrl-C ends it"
+            }
+            false => "all of the VM is here; it runs until `pageferry quit` or Ctrl-C",
+        });
     }
     if let Some(received) = report.as_mut().and_then(|report| report.received.as_mut()) {
         received.large_mappings = large();
     }
     if let Some(report) = report.as_ref().filter(|_| shown && !args.json) {
-        output::result(&report.table());
+        output::result(&report.table(args.details.verbose));
     }
     let ended = host.keep(jobs, interrupts)?;
     if let Some(received) = report.as_mut().and_then(|report| report.received.as_mut()) {
@@ -252,7 +259,7 @@ fn keep(
         output::note(words);
     }
     match &ended {
-        Ended::Migrated(to) if !args.json => output::result(&format!("the VM runs at {to} now\n")),
+        Ended::Migrated(arrival) if !args.json => output::result(&format!("{arrival}\n")),
         _ => {}
     }
     ended.check()
@@ -391,7 +398,7 @@ fn take_in(
 
 type Outcome = Result<DestinationReport, DestinationFailure>;
 
-/// Decides about a VM whose migration a defect ended. A VM that is whole here runs on.
+/// Decides about a VM whose migration a defect ended. A VM that is whole here goes on.
 fn after_defect(host: &Host, vm: Arc<Vm>, defect: Failure) -> Result<Arc<Vm>, Failure> {
     let status = host.destination().map(|there| there.status());
     let status = status.unwrap_or_default();
@@ -401,7 +408,11 @@ fn after_defect(host: &Host, vm: Arc<Vm>, defect: Failure) -> Result<Arc<Vm>, Fa
             Err(defect.and("the VM runs on at the source"))
         }
         "running" | "complete" if status.pages_left == 0 => {
-            output::note(&format!("{defect}; all of the VM is here, and it runs on"));
+            let stays = match vm.threads().is_paused() {
+                true => "stays paused",
+                false => "runs on",
+            };
+            output::note(&format!("{defect}; all of the VM is here, and it {stays}"));
             host.set_activity(Activity::Here);
             Ok(vm)
         }
@@ -475,7 +486,7 @@ fn wait(
             }
         },
         finishing: &|| {
-            feed.note("the VM runs here and nowhere else: it ends when all of it is here (again: end it now)");
+            feed.note("the VM is here and nowhere else: it ends when all of it is here (again: end it now)");
         },
     };
     wait_for_outcome(outcome, stops, &answers)
@@ -484,9 +495,11 @@ fn wait(
 
 /// For tests: changes a page, and has the host verify before the guest can repair anything.
 fn corrupt(host: &Host, vm: &Vm) -> Result<(), Failure> {
-    vm.threads().pause(PAUSE_LIMIT)?;
+    let paused = vm.threads().pause(PAUSE_LIMIT)?;
     vm.corrupt_a_page()?;
     host.set_earlier(Verified::new(&vm.verify_paused()?));
-    vm.threads().resume();
+    if paused.was_running {
+        vm.threads().resume();
+    }
     Ok(())
 }

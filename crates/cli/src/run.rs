@@ -69,8 +69,8 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
     if let Some(words) = ended.words() {
         output::note(words);
     }
-    if let Ended::Migrated(to) = ended {
-        output::result(&format!("the VM runs at {to} now\n"));
+    if let Ended::Migrated(arrival) = ended {
+        output::result(&format!("{arrival}\n"));
     }
     Ok(())
 }

@@ -5,9 +5,10 @@ use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::exit::{Exit, Failure};
 use crate::output;
-use crate::report::Verified;
+use crate::report::{Protection, Verified};
 use crate::signals::Interrupts;
 use crate::size::human;
+use serde::Deserialize;
 use serde_json::Value;
 use std::fmt::Write;
 use std::time::Duration;
@@ -151,6 +152,9 @@ fn table(status: &Value) -> String {
             state.push_str(&format!("{before}{}", text(&status[key])));
         }
     }
+    if status["paused"] == true && state != "paused" {
+        state.push_str(", paused by its owner");
+    }
     row("state", state);
     let session = &status["session"];
     if let Some(stage) = session["stage"].as_str() {
@@ -169,6 +173,13 @@ fn table(status: &Value) -> String {
             format!("{stage}, {link}, {left} pages to go{lost}"),
         );
         row("pages", progress(session));
+        if let Ok(protection) = Protection::deserialize(session) {
+            let version = protection.version;
+            row(
+                "channels",
+                format!("{protection}, protocol version {version}"),
+            );
+        }
         if session["settings"].is_object() {
             row("settings", settings(&session["settings"]));
         }

@@ -166,8 +166,10 @@ impl VcpuThreads {
         self.control.threads.notify_all();
     }
 
-    fn hold(&self, want: Want) {
+    /// Returns whether the VM was to run until now.
+    fn hold(&self, want: Want) -> bool {
         let mut state = lock(&self.control.state);
+        let was_running = state.want == Want::Run;
         if state.want != Want::Stop {
             state.want = want;
         }
@@ -176,6 +178,7 @@ impl VcpuThreads {
         self.kick_running();
         self.control.hooks.pausing();
         self.control.threads.notify_all();
+        was_running
     }
 
     fn kick_running(&self) {
@@ -197,7 +200,7 @@ impl VcpuThreads {
     /// [`MachineError::Timeout`] when a vCPU does not leave the guest within `limit`. The request
     /// stands, and the vCPU parks when it leaves.
     pub fn pause(&self, limit: Duration) -> Result<PauseReport, MachineError> {
-        self.hold(Want::Pause);
+        let was_running = self.hold(Want::Pause);
         let deadline = Instant::now() + limit;
         let mut state = lock(&self.control.state);
         while state.parked.iter().any(|p| !p.0) {
@@ -219,6 +222,7 @@ impl VcpuThreads {
         Ok(PauseReport {
             first_stop: stops.clone().min().unwrap_or(deadline),
             last_stop: stops.max().unwrap_or(deadline),
+            was_running,
         })
     }
 
@@ -240,12 +244,14 @@ impl VcpuThreads {
     /// knows it.
     ///
     /// This kicks the vCPUs that have not reported theirs, and waits for them for at most `limit`.
-    /// The vCPUs run on. After the limit, the reports of the others count.
+    /// The vCPUs run on. After the limit, the reports of the others count. A paused VM is not waited
+    /// for.
     #[must_use]
     pub fn first_instruction(&self, limit: Duration) -> Option<Instant> {
         let deadline = Instant::now() + limit;
         let mut kicked = None;
-        while self.control.first.iter().any(|f| f.get().is_none()) && Instant::now() < deadline {
+        let waits = || self.control.first.iter().any(|f| f.get().is_none());
+        while waits() && !self.is_paused() && Instant::now() < deadline {
             // Repeated: the exit for a kick may have come before the first instruction.
             if kicked.is_none_or(|at: Instant| at.elapsed() >= Self::KICK_AGAIN) {
                 self.kick_running();

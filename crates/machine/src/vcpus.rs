@@ -63,4 +63,7 @@ pub struct PauseReport {
     pub first_stop: Instant,
     /// The last vCPU left the guest for good.
     pub last_stop: Instant,
+    /// Whether the VM was to run until this pause. It is false if the VM was paused already. A
+    /// migration leaves such a VM paused, at either end.
+    pub was_running: bool,
 }

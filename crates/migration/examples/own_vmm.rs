@@ -72,12 +72,13 @@ impl Vcpus for Vmm {
     }
     /// It needs no limit: `step` polls `wanted` while it waits for a page.
     fn pause(&self, _limit: Duration) -> Result<PauseReport, MachineError> {
-        self.wanted.store(false, SeqCst);
+        let was_running = self.wanted.swap(false, SeqCst);
         drop(self.steps.lock().unwrap());
         let now = Instant::now();
         Ok(PauseReport {
             first_stop: now,
             last_stop: now,
+            was_running,
         })
     }
     fn resume(&self) {

@@ -11,6 +11,7 @@ use crate::error::MigrationError;
 use crate::handshake::Origin;
 use crate::outbox::Outbox;
 use crate::protocol_error::ProtocolError;
+use crate::report::Protected;
 use crate::session::Generation;
 use crate::wire::{
     Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DEVICE_STATES_BYTES, Role, Side, WireError,
@@ -83,6 +84,15 @@ impl ControlLink {
 
     pub(crate) fn peer(&self) -> &str {
         self.connection.peer()
+    }
+
+    /// What protects this channel, and whom it reaches.
+    pub(crate) fn protection(&self) -> Protected {
+        Protected {
+            version: self.connection.version,
+            tls: self.connection.is_tls(),
+            peer_name: self.connection.tls_name(),
+        }
     }
 
     pub(crate) fn origin(&self) -> Origin {

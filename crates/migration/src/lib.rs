@@ -76,7 +76,7 @@ pub use phase::{Observer, Phase, Unobserved};
 pub use protocol_error::ProtocolError;
 pub use report::{
     DestinationReport, DeviceFigures, FaultRecord, PageCounts, PassFigures, PhaseStart,
-    PrefetchCounts, SourceReport, StallRow, StallStage, StallTimes,
+    PrefetchCounts, Protected, SourceReport, StallRow, StallStage, StallTimes,
 };
 pub use source::{
     Change, Checked, Connect, Route, Settings, SettingsError, SourceConfig, SourceFailure,

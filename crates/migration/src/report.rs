@@ -42,6 +42,19 @@ pub struct DeviceFigures {
     pub took: Duration,
 }
 
+/// What protects the channels of a session, and what the handshake found. All channels of a session
+/// have the same protection.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Protected {
+    /// The version of the protocol that both sides speak.
+    pub version: u16,
+    /// Whether TLS protects the channels, by [`TLS_VERSION`](crate::TLS_VERSION).
+    pub tls: bool,
+    /// The name of the peer in its certificate: the one that was asked for, or else the first DNS
+    /// name. `None` without TLS, or without such a name.
+    pub peer_name: Option<String>,
+}
+
 /// The start of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PhaseStart {
@@ -76,10 +89,15 @@ pub struct SourceReport {
     pub first_stop_ns: u64,
     /// The time at which the last vCPU did so. No guest instruction runs at the source after it.
     pub last_stop_ns: u64,
+    /// Whether the VM was paused by its owner, and arrived paused. Then there is no blackout, and the
+    /// two times above are those of that pause.
+    pub paused: bool,
     /// The time at which everything up to SwitchOver was sent.
     pub sent_at_ns: u64,
     /// The time at which the destination's `Running` arrived.
     pub confirmed_ns: u64,
+    /// What protected the channels.
+    pub protected: Protected,
     /// Pages sent.
     pub pages: PageCounts,
     /// The part of the background push that was guessed from requests.
@@ -218,10 +236,14 @@ pub struct DestinationReport {
     pub engine: String,
     /// The fault delivery.
     pub delivery: DeliveryInUse,
-    /// The time at which the destination resumed the vCPUs.
+    /// The time at which the destination took the VM over, and resumed the vCPUs unless `paused`.
     pub started_ns: u64,
+    /// Whether the VM was paused by its owner at the source, and arrived paused. It may have been
+    /// resumed since.
+    pub paused: bool,
     /// The time of the first guest instruction, if the engine knows it exactly. Otherwise
-    /// [`DestinationReport::first_touch_ns`] gives a slightly later time.
+    /// [`DestinationReport::first_touch_ns`] gives a slightly later time. `None` for a VM that
+    /// arrived paused.
     pub first_instruction_ns: Option<u64>,
     /// Stalls of faults on missing pages, in nanoseconds. A stall lasts from the fault's arrival at
     /// Pageferry to the moment at which the vCPU may continue. Faults on present, unmapped pages
@@ -236,6 +258,8 @@ pub struct DestinationReport {
     pub first_faults: Vec<FaultRecord>,
     /// The number of faults on present, unmapped pages.
     pub local_faults: u64,
+    /// What protected the channels.
+    pub protected: Protected,
     /// Pages received, counted in the same way as at the source.
     pub pages: PageCounts,
     /// Pages missing when the guest started.

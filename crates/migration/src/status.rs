@@ -1,5 +1,6 @@
 //! The status of a session, for other threads of its process.
 
+use crate::report::Protected;
 use crate::source::Settings;
 use crate::wire::ChannelId;
 use pageferry_addr::PAGE_SIZE;
@@ -22,6 +23,8 @@ pub struct SessionStatus {
     pub connected: bool,
     /// The address of the peer on the control channel.
     pub peer: Option<String>,
+    /// What protects the channels: of the newest control channel. `None` before the first.
+    pub protected: Option<Protected>,
     /// The generation of the channels.
     pub generation: u32,
     /// How often the control channel was lost.
@@ -37,8 +40,11 @@ pub struct SessionStatus {
     pub pages_in_flight: u64,
     /// Bytes of pages that the destination has acknowledged (source), or that came (destination).
     pub page_bytes: u64,
-    /// Bytes of pages acknowledged or received a second, over about the last second. 0 before the first
-    /// measurement, and once the session is over.
+    /// Whether the VM was paused by its owner when it was switched over. Its owner at the
+    /// destination may have resumed it since. `false` before the switch-over.
+    pub paused: bool,
+    /// Bytes of pages acknowledged or received a second, over about the last second. 0 before the
+    /// first measurement, and once the session is over.
     pub page_rate: u64,
     /// Bytes of pages that the guest dirtied a second during the last pre-copy pass (source). A
     /// page counts once a pass. `None` before the first pass is over.
@@ -76,6 +82,7 @@ impl Default for SessionStatus {
             stage: "none",
             connected: false,
             peer: None,
+            protected: None,
             generation: 0,
             reconnects: 0,
             channels_lost: 0,
@@ -83,6 +90,7 @@ impl Default for SessionStatus {
             pages_left: 0,
             pages_in_flight: 0,
             page_bytes: 0,
+            paused: false,
             page_rate: 0,
             dirty_rate: None,
             passes: 0,
@@ -207,6 +215,13 @@ impl Board {
         published.write(status, Instant::now());
     }
 
+    /// Publishes ahead of the rest whether the VM was paused by its owner: a panic in the
+    /// switch-over must not undo that.
+    pub(crate) fn set_paused(&self, paused: bool) {
+        let mut published = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        published.status.paused = paused;
+    }
+
     pub(crate) fn read(&self) -> SessionStatus {
         let published = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         published.status.clone()
@@ -224,6 +239,18 @@ mod tests {
             page_bytes,
             ..SessionStatus::default()
         }
+    }
+
+    #[test]
+    fn an_owners_pause_is_told_before_the_stage_changes() {
+        let board = Board::default();
+        board.write(status("pre-copy", 1000, 0));
+        board.set_paused(true);
+        let told = board.read();
+        assert_eq!(
+            (told.stage, told.pages_left, told.paused),
+            ("pre-copy", 1000, true)
+        );
     }
 
     #[test]

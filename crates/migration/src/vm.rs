@@ -5,7 +5,7 @@ use crate::wire::{Kind, MAX_NAME_BYTES};
 use pageferry_machine::{Device, Machine, Vcpus};
 use std::sync::Arc;
 
-/// A VM with its vCPUs.
+/// A VM with its vCPUs. It may be paused.
 #[derive(Clone, Copy)]
 pub struct RunningVm<'a> {
     /// The machine.
@@ -13,7 +13,8 @@ pub struct RunningVm<'a> {
     /// Its vCPUs.
     pub vcpus: &'a dyn Vcpus,
     /// The devices whose states travel. Both ends have the same ones, by name. A destination pauses
-    /// them before the VM comes, and a source that has handed the VM over leaves them paused.
+    /// them before the VM comes, and a source that has handed the VM over leaves them paused. A VM
+    /// that arrives paused has paused vCPUs only: its devices work, as after any switch-over.
     pub devices: &'a [Arc<dyn Device>],
 }
 

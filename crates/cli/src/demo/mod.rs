@@ -16,7 +16,7 @@ use crate::host::{
     wait_for_outcome,
 };
 use crate::output;
-use crate::progress::{Display, Feed};
+use crate::progress::{Display, Feed, Rates};
 use crate::report::{self, Conditions, Report, Sent};
 use crate::run::engine_for_linux;
 use crate::sampler::Sampler;
@@ -60,7 +60,7 @@ pub(crate) fn demo(args: &DemoArgs, interrupts: &Interrupts) -> Result<(), Failu
     if args.json {
         output::json(&report.json());
     } else {
-        output::result(&report.table());
+        output::result(&report.table(args.details.verbose));
     }
     // Written after the result, so that a report that cannot be written does not cost the result.
     let written = args.report.as_ref().map_or(Ok(()), |path| {
@@ -278,6 +278,8 @@ fn move_away(
     interrupts: &Interrupts,
 ) -> Result<SourceReport, Failure> {
     let session = Arc::new(SourceSession::new().map_err(Failure::of_session)?);
+    let measured = Arc::clone(&session);
+    feed.measure(move || Rates::of(&measured.status()));
     let config = SourceConfig {
         settings,
         limits: Limits {

@@ -13,7 +13,7 @@ use std::sync::mpsc::RecvTimeoutError;
 pub(crate) enum Ended {
     /// Ctrl-C or `quit`.
     Asked,
-    /// The VM was migrated to this address.
+    /// The VM was migrated. The sentence says where it is.
     Migrated(String),
     /// The guest ended itself.
     Reset(Reset),
@@ -81,8 +81,8 @@ impl Host {
             }
             match jobs.0.recv_timeout(Interrupts::POLL) {
                 Ok(job) => {
-                    if let Some(to) = self.leave(job, &mut stops)? {
-                        return Ok(Ended::Migrated(to));
+                    if let Some(arrival) = self.leave(job, &mut stops)? {
+                        return Ok(Ended::Migrated(arrival));
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {}

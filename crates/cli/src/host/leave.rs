@@ -12,7 +12,9 @@ use crate::sampler::Sampler;
 use crate::signals::Interrupts;
 use crate::vm::Vm;
 use pageferry_migration::address::Address;
-use pageferry_migration::{Route, SourceConfig, SourceReport, SourceSession, SourceVm};
+use pageferry_migration::{
+    Route, SessionStatus, SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm,
+};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
@@ -20,7 +22,8 @@ use std::sync::mpsc::{Receiver, channel};
 type Outcome = Result<SourceReport, (SourceVm, Failure)>;
 
 impl Host {
-    /// Runs a migration to its end. Returns the VM's destination, or `None` if it is still here.
+    /// Runs a migration to its end. Returns the sentence that says where the VM is, or `None` if it
+    /// is still here.
     ///
     /// # Errors
     /// When the VM is neither here nor whole elsewhere.
@@ -62,8 +65,9 @@ impl Host {
                     guest_view: None,
                     conditions: Conditions::here(format!("to {to}")).with(&job.config.settings),
                 };
+                let arrival = report.arrival(&to);
                 let _ = job.done.send(Ok(report));
-                Ok(Some(to))
+                Ok(Some(arrival))
             }
             Err((SourceVm::Runs, mut failure)) => {
                 self.set_activity(Activity::Here);
@@ -115,6 +119,9 @@ impl Host {
             switched_over: &|| matches!(self.activity(), Activity::Leaving(phase) if has_switched_over(phase)),
             cancel: &|stop| {
                 output::note(match stop {
+                    Stop::Signal if self.is_paused() == Some(true) => {
+                        "cancelling the migration; the VM stays here, paused"
+                    }
                     Stop::Signal => "cancelling the migration; the VM runs on here",
                     Stop::Quit => "cancelling the migration; then the VM ends, as `quit` asks",
                 });
@@ -132,7 +139,7 @@ const CANCELLED_BY_QUIT: &str =
 
 /// The answer to the first request to stop after the switch-over.
 pub(crate) const FINISHING: &str =
-    "the VM runs at the destination already: sending the rest of its memory first (again: give up)";
+    "the VM is at the destination already: sending the rest of its memory first (again: give up)";
 
 /// Starts the migration on a separate thread, so that the user can give it up.
 fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>, Failure> {
@@ -144,17 +151,44 @@ fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>,
     send_away(vm, &job.to, job.config.clone(), &job.session, watch)
 }
 
+/// The failure in words. A VM that its owner has paused does not run on.
+pub(super) fn explain(failure: SourceFailure, vm: &Vm) -> Failure {
+    let stays = match failure.vm {
+        SourceVm::Runs => "the VM stays paused at the source, as it was",
+        SourceVm::Forced => {
+            "the VM was handed over, and is at the source again, paused as it was, since an operator \
+             took it back"
+        }
+        SourceVm::GivenUp => return failure.into(),
+    };
+    let words = format!("{}; {stays}", failure.error);
+    let said = Failure::from(failure);
+    match vm.threads().is_paused() {
+        true => Failure::new(said.exit, words),
+        false => said,
+    }
+}
+
 /// The place of the VM after a defect ended its migration at `stage`. A VM that cannot be elsewhere
-/// runs on.
-fn after_defect(stage: &str, defect: Failure, run_on: impl FnOnce()) -> (SourceVm, Failure) {
+/// runs on, unless its owner has `paused` it.
+fn after_defect(
+    stage: &str,
+    paused: bool,
+    defect: Failure,
+    run_on: impl FnOnce(),
+) -> (SourceVm, Failure) {
+    let stays = match paused {
+        true => "the VM stays paused here, as it was",
+        false => "the VM runs on here",
+    };
     match stage {
         // A stage is published after its actions, and `Go` is an action of the stage after
         // switch-over. So the destination was not told to run the VM.
         "none" | "setup" | "pre-copy" | "cancelling" | "kept" | "returned" => {
             run_on();
-            (SourceVm::Runs, defect.and("the VM runs on here"))
+            (SourceVm::Runs, defect.and(stays))
         }
-        "resumed-here" => (SourceVm::Forced, defect.and("the VM runs on here")),
+        "resumed-here" => (SourceVm::Forced, defect.and(stays)),
         // It may run at the destination.
         _ => (SourceVm::GivenUp, defect),
     }
@@ -188,8 +222,15 @@ pub(crate) fn send_away(
                 )
             });
             let outcome = match result {
-                Ok(result) => result.map_err(|failure| (failure.vm, Failure::from(failure))),
-                Err(defect) => Err(after_defect(session.status().stage, defect, || vm.run_on())),
+                Ok(result) => result.map_err(|failure| (failure.vm, explain(failure, &vm))),
+                Err(defect) => {
+                    let SessionStatus { stage, paused, .. } = session.status();
+                    // From the switch-over on, it is the migration that has paused the VM.
+                    let pause = session.before_switch_over(|| vm.threads().is_paused());
+                    let paused = pause.unwrap_or(paused);
+                    let run_on = || vm.run_on(paused);
+                    Err(after_defect(stage, paused, defect, run_on))
+                }
             };
             // The receiver is gone only if the process is ending.
             let _ = sender.send(outcome);
@@ -219,7 +260,7 @@ mod tests {
             ("resumed-here", SourceVm::Forced),
         ] {
             let runs = Cell::new(false);
-            let (vm, failure) = after_defect(stage, defect(), || runs.set(true));
+            let (vm, failure) = after_defect(stage, false, defect(), || runs.set(true));
             assert_eq!(
                 (vm, runs.get()),
                 (place, place == SourceVm::Runs),
@@ -231,6 +272,14 @@ mod tests {
             assert!(why.contains("panicked: page 7 of nothing"), "{why}");
             assert_eq!(
                 why.contains("the VM runs on here"),
+                place != SourceVm::GivenUp
+            );
+            let (same, failure) = after_defect(stage, true, defect(), || ());
+            let why = failure.to_string();
+            assert_eq!(same, place, "{stage}");
+            assert!(!why.contains("runs on"), "{why}");
+            assert_eq!(
+                why.contains("the VM stays paused here"),
                 place != SourceVm::GivenUp
             );
         }

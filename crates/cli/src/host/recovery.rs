@@ -4,7 +4,7 @@ use super::service::address;
 use super::state::{Activity, Host};
 use super::watch::has_switched_over;
 use crate::exit::{Exit, Failure, of_listen};
-use pageferry_migration::{Listener, Route, SessionStatus};
+use pageferry_migration::{Listener, Route, SessionStatus, TLS_VERSION};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -81,9 +81,16 @@ impl Host {
                 let vm = self.vm().ok_or_else(|| refuse("there is no VM here"))?;
                 // The migration left it on. A failure costs only speed.
                 let _ = vm.running().machine.set_dirty_log(false);
-                vm.threads().resume();
+                let running = vm.running();
+                running.devices.iter().for_each(|device| device.resume());
+                // It is taken back as it was handed over.
+                let was_paused = self.session().is_some_and(|s| s.status().paused);
+                if !was_paused {
+                    vm.threads().resume();
+                }
                 self.set_activity(Activity::Here);
-                Ok(json!({"state": "running", "lost": AT_RISK}))
+                let state = if was_paused { "paused" } else { "running" };
+                Ok(json!({"state": state, "lost": AT_RISK}))
             }
             Activity::GivenUp { .. } => Err(refuse(
                 "the migration was given up already: --resume-here runs the VM, `pageferry quit` ends it",
@@ -108,7 +115,7 @@ impl Host {
                 there.give_up();
                 let whole = left == 0 && matches!(status.stage, "running" | "complete");
                 let lost = match whole {
-                    true => "nothing: all of its pages are here, and it runs on".to_owned(),
+                    true => "nothing: all of its pages are here, and it stays here".to_owned(),
                     false => format!("the VM, if it ran here: {left} of its pages never came"),
                 };
                 Ok(json!({"state": "ending", "lost": lost}))
@@ -141,6 +148,9 @@ pub(super) fn json_of(status: &SessionStatus) -> Value {
         "stage": status.stage,
         "connected": status.connected,
         "peer": status.peer,
+        "version": status.protected.as_ref().map(|p| p.version),
+        "tls": status.protected.as_ref().is_some_and(|p| p.tls).then_some(TLS_VERSION),
+        "peer_name": status.protected.as_ref().and_then(|p| p.peer_name.as_ref()),
         "generation": status.generation,
         "reconnects": status.reconnects,
         "channels_lost": status.channels_lost,

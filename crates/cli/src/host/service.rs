@@ -1,5 +1,6 @@
 //! The answers of a VM's control socket.
 
+use super::leave::explain;
 use super::session_events::SessionEvents;
 use super::state::{Activity, Host, Job};
 use super::watch::has_switched_over;
@@ -56,11 +57,11 @@ impl Service for HostService {
         let host = &self.0;
         match request {
             Request::Status => Ok(host.status()),
-            Request::Pause => host.while_here(|vm| {
+            Request::Pause => host.as_owner(|vm| {
                 vm.threads().pause(PAUSE_LIMIT)?;
                 Ok(json!({"state": "paused"}))
             }),
-            Request::Resume => host.while_here(|vm| {
+            Request::Resume => host.as_owner(|vm| {
                 vm.threads().resume();
                 Ok(json!({"state": "running"}))
             }),
@@ -97,6 +98,42 @@ impl Host {
         self.wait_for_the_end_of_an_arrival();
         let _exclusive = self.exclusive()?;
         act(&*self.vm_here(&self.activity())?)
+    }
+
+    /// Pauses or resumes a VM that is here. During a migration, the source may do so before the
+    /// switch-over, and the destination after the hand-over. So the VM never runs on both sides.
+    fn as_owner<T>(&self, act: impl FnOnce(&Vm) -> Result<T, Failure>) -> Result<T, Failure> {
+        let _exclusive = self.exclusive()?;
+        let activity = self.activity();
+        let done = match (&activity, self.vm(), self.session(), self.destination()) {
+            (Activity::Leaving(_), Some(vm), Some(session), _) => {
+                session.before_switch_over(|| act(&vm))
+            }
+            (Activity::Arriving(_), Some(vm), _, Some(there)) => there.after_hand_over(|| act(&vm)),
+            _ => return act(&*self.vm_here(&activity)?),
+        };
+        done.unwrap_or_else(|| {
+            Err(refuse(match activity {
+                Activity::Leaving(_) => {
+                    "the VM is handed over: pause and resume it at its destination"
+                }
+                _ => "the VM is not handed over yet: pause and resume it at its source",
+            }))
+        })
+    }
+
+    /// Whether the VM is paused by its owner. `None` without a VM that its owner may run.
+    pub(super) fn is_paused(&self) -> Option<bool> {
+        let here = || self.vm().map(|vm| vm.threads().is_paused());
+        let session = || self.session_status().filter(|status| !status.is_over());
+        match self.activity() {
+            Activity::Here => here(),
+            Activity::Leaving(Phase::Setup | Phase::Precopy { .. }) => here(),
+            // The migration has paused it here.
+            Activity::Leaving(_) => session().map(|status| status.paused),
+            Activity::Arriving(phase) if has_switched_over(phase) => here(),
+            _ => None,
+        }
     }
 
     /// Waits while a VM whose pages are all here is still arriving. The source may know already that
@@ -190,6 +227,7 @@ impl Host {
         json!({
             "state": state,
             "phase": phase,
+            "paused": self.is_paused(),
             "to": match &activity { Activity::Left { to } | Activity::GivenUp { to } => Some(to), _ => None },
             "missing": match activity { Activity::Incomplete { missing } => Some(missing), _ => None },
             "session": self.session_status().as_ref().map(super::recovery::json_of),
@@ -230,7 +268,7 @@ impl Host {
         self.wait_for_the_end_of_an_arrival();
         {
             let _exclusive = self.exclusive()?;
-            self.check_runs_here()?;
+            self.vm_here(&self.activity())?;
             let job = Job {
                 to,
                 config,
@@ -272,33 +310,24 @@ impl Host {
         }
     }
 
-    /// A VM that is paused, leaving or gone cannot be migrated.
-    fn check_runs_here(&self) -> Result<(), Failure> {
-        let vm = self.vm_here(&self.activity())?;
-        if vm.threads().is_paused() {
-            return Err(refuse("the VM is paused: resume it, then migrate it"));
-        }
-        Ok(())
-    }
-
     /// Goes as far as the proofs of both sides, and leaves the VM alone.
     fn check(&self, to: &str, options: &MigrateOptions) -> Result<Value, Failure> {
         let route = Route::To(address(to)?);
         let config = options
             .config(None)
             .map_err(|e| Failure::new(Exit::Usage, e))?;
-        {
+        let vm = {
             let _exclusive = self.exclusive()?;
-            self.check_runs_here()?;
-        }
+            self.vm_here(&self.activity())?
+        };
         let checked = check(&route, &config, &|| self.quits()).map_err(|error| {
-            let vm = SourceVm::Runs;
-            Failure::from(SourceFailure { vm, error })
+            let stays = SourceVm::Runs;
+            explain(SourceFailure { vm: stays, error }, &vm)
         })?;
         Ok(json!({
             "peer": checked.peer,
             "version": checked.version,
-            "tls": checked.tls_name.is_some().then_some(TLS_VERSION),
+            "tls": checked.tls.then_some(TLS_VERSION),
             "peer_name": checked.tls_name,
         }))
     }
@@ -321,7 +350,7 @@ impl Host {
     fn cancel(&self) -> Result<Value, Failure> {
         match self.activity() {
             Activity::Leaving(phase) if has_switched_over(phase) => Err(refuse(
-                "too late to cancel: the VM runs at the destination already",
+                "too late to cancel: the VM was handed over to the destination already",
             )),
             Activity::Leaving(_) => {
                 if let Some(session) = self.session() {

@@ -1,9 +1,11 @@
-//! Shows a feed: bars on a terminal, lines elsewhere, both on stderr. Neither waits for its reader.
+//! Shows a feed: one refreshed line on a terminal, lines elsewhere, both on stderr. Neither waits for
+//! its reader.
 
+use super::line::{Line, short};
 use super::terminal::Terminal;
-use super::{Feed, Update};
+use super::{Feed, Rates, Update};
 use crate::output;
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pageferry_migration::Phase;
 use std::io::IsTerminal;
 use std::sync::Arc;
@@ -13,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// The interval at which the feed is polled.
 const POLL: Duration = Duration::from_millis(50);
+/// The interval between two pictures of the spinner.
+const TICK: Duration = Duration::from_millis(120);
 /// The interval between plain lines about the progress of a step.
 const LINE_EVERY: Duration = Duration::from_secs(2);
 
@@ -32,7 +36,7 @@ impl Display {
             .name("progress".into())
             .spawn(move || {
                 let mut screen: Box<dyn Screen> = if std::io::stderr().is_terminal() {
-                    Box::new(Bars::new())
+                    Box::new(Bar::new())
                 } else {
                     Box::new(Lines::new())
                 };
@@ -41,6 +45,7 @@ impl Display {
                     feed.take()
                         .into_iter()
                         .for_each(|update| screen.show(update));
+                    screen.refresh(feed.rates());
                     if last {
                         break screen.end();
                     }
@@ -75,6 +80,8 @@ impl Drop for Display {
 
 trait Screen {
     fn show(&mut self, update: Update);
+    /// Shows what has changed by itself.
+    fn refresh(&mut self, _rates: Option<Rates>) {}
     fn end(&mut self);
 }
 
@@ -87,76 +94,55 @@ fn allocated(done: u64, total: u64) -> String {
     format!("the destination has allocated {percent:.0} % of the memory")
 }
 
-/// One bar per step, one below the other.
-struct Bars {
-    all: MultiProgress,
-    current: Option<ProgressBar>,
+/// One line that is refreshed, on a terminal.
+struct Bar {
+    bar: ProgressBar,
+    line: Line,
 }
 
-impl Bars {
+impl Bar {
     fn new() -> Self {
+        output::begin_progress();
+        let target = ProgressDrawTarget::term_like_with_hz(Box::<Terminal>::default(), 20);
+        let bar = ProgressBar::with_draw_target(None, target);
+        let style = ProgressStyle::with_template("{spinner} {msg}");
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
         Self {
-            all: MultiProgress::with_draw_target(ProgressDrawTarget::term_like_with_hz(
-                Box::<Terminal>::default(),
-                20,
-            )),
-            current: None,
+            bar,
+            line: Line::default(),
         }
     }
 
-    fn style(template: &str) -> ProgressStyle {
-        ProgressStyle::with_template(template)
-            .unwrap_or_else(|_| ProgressStyle::default_bar())
-            .progress_chars("=> ")
-    }
-
-    fn begin(&mut self, name: &str) {
-        self.close();
-        let bar = self.all.add(ProgressBar::no_length());
-        bar.set_style(Self::style("{spinner} {prefix:18} {elapsed:>5} {msg}"));
-        bar.set_prefix(name.to_owned());
-        bar.enable_steady_tick(Duration::from_millis(120));
-        self.current = Some(bar);
-    }
-
-    fn close(&mut self) {
-        if let Some(bar) = self.current.take() {
-            bar.set_style(Self::style("* {prefix:18} {elapsed:>5}"));
-            bar.finish();
-        }
+    fn begin(&mut self, step: String) {
+        self.line = Line::of(step);
+        self.bar.enable_steady_tick(TICK);
     }
 }
 
-impl Screen for Bars {
+impl Screen for Bar {
     fn show(&mut self, update: Update) {
         match update {
-            Update::Phase(Phase::Completed) => self.close(),
-            Update::Phase(phase) => self.begin(&phase.to_string()),
-            Update::Step(name) => self.begin(&name),
-            Update::Progress { done, total } => {
-                if let Some(bar) = &self.current {
-                    if bar.length() != Some(total) {
-                        bar.set_style(Self::style(
-                            "{spinner} {prefix:18} {elapsed:>5} [{bar:40}] {percent:>3} % {msg}",
-                        ));
-                        bar.set_length(total);
-                    }
-                    bar.set_position(done.min(total));
-                }
+            Update::Phase(Phase::Completed) => {
+                self.bar.disable_steady_tick();
+                self.line = Line::default();
             }
-            Update::Allocated { done, total } => {
-                if let Some(bar) = &self.current {
-                    bar.set_message(allocated(done, total));
-                }
-            }
-            Update::Note(text) => {
-                let _ = self.all.println(format!("pageferry: {text}"));
-            }
+            Update::Phase(phase) => self.begin(short(phase)),
+            Update::Step(name) => self.begin(name),
+            Update::Progress { done, total } => self.line.progress = Some((done, total)),
+            Update::Allocated { done, total } => self.line.note = allocated(done, total),
+            Update::Note(text) => output::note(&text),
         }
+    }
+
+    fn refresh(&mut self, rates: Option<Rates>) {
+        // The spinner and its space, and the last column, which stays free: some terminals wrap there.
+        let width = usize::from(Terminal::size().0).saturating_sub(3);
+        self.bar.set_message(self.line.show(rates, width));
     }
 
     fn end(&mut self) {
-        self.close();
+        self.bar.finish_and_clear();
+        output::end_progress();
     }
 }
 

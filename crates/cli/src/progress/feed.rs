@@ -1,7 +1,8 @@
 //! Updates on their way from a worker to its viewers.
 
-use pageferry_migration::{Observer, Phase};
+use pageferry_migration::{Observer, Phase, SessionStatus};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// An update.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,10 +29,33 @@ pub(crate) enum Update {
     Note(String),
 }
 
+/// How fast a migration goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Rates {
+    /// Bytes of pages a second.
+    pub(crate) bytes: u64,
+    /// The time until no page is left, if it is known.
+    pub(crate) left: Option<Duration>,
+}
+
+impl Rates {
+    /// The rates of a session. `None` while there are none.
+    pub(crate) fn of(status: &SessionStatus) -> Option<Self> {
+        (status.page_rate > 0 && !status.is_over()).then_some(Self {
+            bytes: status.page_rate,
+            left: status.time_left,
+        })
+    }
+}
+
+/// Asked for the rates by whoever shows them.
+type Gauge = Box<dyn Fn() -> Option<Rates> + Send>;
+
 /// A queue of updates that nobody waits on.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Feed {
     updates: Mutex<Vec<Update>>,
+    gauge: Mutex<Option<Gauge>>,
 }
 
 impl Feed {
@@ -75,6 +99,17 @@ impl Feed {
     /// Adds a line.
     pub(crate) fn note(&self, text: impl Into<String>) {
         self.put(Update::Note(text.into()));
+    }
+
+    /// Shows the rates that `gauge` returns, from now on.
+    pub(crate) fn measure(&self, gauge: impl Fn() -> Option<Rates> + Send + 'static) {
+        *self.gauge.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(gauge));
+    }
+
+    /// The rates now.
+    pub(crate) fn rates(&self) -> Option<Rates> {
+        let gauge = self.gauge.lock().unwrap_or_else(PoisonError::into_inner);
+        gauge.as_ref().and_then(|gauge| gauge())
     }
 
     /// Takes all updates.

@@ -36,7 +36,8 @@ impl Terminal {
         self.add(&format!("\x1b[{by}{direction}"))
     }
 
-    fn size() -> (u16, u16) {
+    /// Columns and rows.
+    pub(super) fn size() -> (u16, u16) {
         match tcgetwinsize(io::stderr()) {
             Ok(size) if size.ws_col > 0 && size.ws_row > 0 => (size.ws_col, size.ws_row),
             _ => DEFAULT_SIZE,
@@ -85,7 +86,7 @@ impl TermLike for Terminal {
     fn flush(&self) -> io::Result<()> {
         let frame = std::mem::take(&mut *self.frame());
         if !frame.is_empty() {
-            output::diagnostics(frame.as_bytes());
+            output::picture(frame.as_bytes());
         }
         Ok(())
     }

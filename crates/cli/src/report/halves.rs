@@ -6,10 +6,11 @@ use crate::sampler::Sample;
 use pageferry_addr::RamPage;
 use pageferry_machine::Backing;
 use pageferry_migration::{
-    DestinationReport, PageCounts, PassFigures, PhaseStart, PrefetchCounts, SourceReport, StallRow,
-    StallStage,
+    DestinationReport, PageCounts, PassFigures, PhaseStart, PrefetchCounts, Protected,
+    SourceReport, StallRow, StallStage, TLS_VERSION,
 };
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// Numbers of pages by the way they travelled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,6 +85,37 @@ impl From<&PhaseStart> for PhaseAt {
     }
 }
 
+/// What protected the channels of the move.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Protection {
+    /// The version of the protocol.
+    pub(crate) version: u16,
+    /// The version of TLS.
+    pub(crate) tls: Option<String>,
+    /// The name in the peer's certificate.
+    pub(crate) peer_name: Option<String>,
+}
+
+impl From<&Protected> for Protection {
+    fn from(protected: &Protected) -> Self {
+        Self {
+            version: protected.version,
+            tls: protected.tls.then(|| TLS_VERSION.to_owned()),
+            peer_name: protected.peer_name.clone(),
+        }
+    }
+}
+
+impl fmt::Display for Protection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.tls, &self.peer_name) {
+            (None, _) => f.write_str("plain, without TLS"),
+            (Some(tls), None) => write!(f, "{tls} with a peer without a name"),
+            (Some(tls), Some(name)) => write!(f, "{tls} with `{name}`"),
+        }
+    }
+}
+
 /// The source's record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Sent {
@@ -97,6 +129,12 @@ pub(crate) struct Sent {
     pub(crate) last_stop_ns: u64,
     /// The time at which the source learned that the guest runs at the destination.
     pub(crate) confirmed_ns: u64,
+    /// What protected the channels.
+    #[serde(default)]
+    pub(crate) protection: Protection,
+    /// Whether the VM was paused by its owner.
+    #[serde(default)]
+    pub(crate) paused: bool,
     /// Pages sent.
     pub(crate) pages: Pages,
     /// The part of the background push that was guessed from requests.
@@ -138,6 +176,8 @@ impl Sent {
             first_stop_ns: report.first_stop_ns,
             last_stop_ns: report.last_stop_ns,
             confirmed_ns: report.confirmed_ns,
+            protection: (&report.protected).into(),
+            paused: report.paused,
             pages: report.pages.into(),
             prefetch: report.prefetch.into(),
             devices: (
@@ -177,8 +217,14 @@ pub(crate) struct Received {
     pub(crate) delivery: String,
     /// The reason for it.
     pub(crate) delivery_because: String,
-    /// The time at which the vCPUs were started.
+    /// The time at which the VM was taken over, and its vCPUs were started unless `paused`.
     pub(crate) started_ns: u64,
+    /// What protected the channels.
+    #[serde(default)]
+    pub(crate) protection: Protection,
+    /// Whether the VM came paused.
+    #[serde(default)]
+    pub(crate) paused: bool,
     /// The time of the first guest instruction, if the engine reports it.
     pub(crate) first_instruction_ns: Option<u64>,
     /// The time of the guest's first touch of a data page.
@@ -230,6 +276,8 @@ impl Received {
             delivery: report.delivery.delivery.name().into(),
             delivery_because: report.delivery.because.clone(),
             started_ns: report.started_ns,
+            protection: (&report.protected).into(),
+            paused: report.paused,
             first_instruction_ns: report.first_instruction_ns,
             first_touch_ns: report.first_touch_ns(is_data),
             stalls: Stalls::new(pairs),

@@ -9,6 +9,7 @@ pub(super) fn show(report: &Report) -> Value {
     let blackout = report.blackout();
     let received = report.received.as_ref();
     let sent = report.sent.as_ref();
+    let protection = report.protection();
     json!({
         "engine": report.engine,
         "delivery": received.map(|r| &r.delivery),
@@ -16,6 +17,10 @@ pub(super) fn show(report: &Report) -> Value {
         "vcpus": report.vcpus,
         "memory_bytes": report.memory_bytes,
         "total_ms": report.total_ms(),
+        "paused": report.paused(),
+        "tls": protection.and_then(|p| p.tls.as_ref()),
+        "peer_name": protection.and_then(|p| p.peer_name.as_ref()),
+        "protocol_version": protection.map(|p| p.version),
         "blackout_ms": blackout.map(|b| b.ms),
         "blackout_kind": blackout.map(|b| b.kind.name()),
         "blackout_exact": blackout.map(|b| b.kind == super::BlackoutKind::Exact),

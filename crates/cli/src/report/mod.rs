@@ -18,7 +18,7 @@ mod timeline;
 
 pub(crate) use conditions::Conditions;
 pub(crate) use guest_view::GuestView;
-pub(crate) use halves::{LargeMappings, PhaseAt, Received, Sent};
+pub(crate) use halves::{LargeMappings, PhaseAt, Protection, Received, Sent};
 pub(crate) use stalls::Stalls;
 
 use crate::exit::{Exit, Failure};
@@ -170,10 +170,31 @@ impl Report {
         }
     }
 
-    /// The blackout. With both halves (one host, one clock) the time between the two ends;
-    /// otherwise the source's bound.
+    /// Whether the VM was paused by its owner when it moved.
+    pub(crate) fn paused(&self) -> bool {
+        let sent = self.sent.as_ref().map(|s| s.paused);
+        sent.or_else(|| self.received.as_ref().map(|r| r.paused))
+            .unwrap_or(false)
+    }
+
+    /// What protected the channels, as the source saw it if it is known.
+    pub(crate) fn protection(&self) -> Option<&Protection> {
+        let sent = self.sent.as_ref().map(|s| &s.protection);
+        sent.or_else(|| self.received.as_ref().map(|r| &r.protection))
+    }
+
+    /// The sentence that says that the VM is at `to`.
+    pub(crate) fn arrival(&self, to: &impl std::fmt::Display) -> String {
+        match self.paused() {
+            true => format!("the VM is at {to} now, paused: `pageferry resume` there runs it"),
+            false => format!("the VM runs at {to} now"),
+        }
+    }
+
+    /// The blackout; `None` for a VM that was paused. With both halves (one host, one clock) the
+    /// time between the two ends; otherwise the source's bound.
     pub(crate) fn blackout(&self) -> Option<Blackout> {
-        let sent = self.sent.as_ref()?;
+        let sent = self.sent.as_ref().filter(|_| !self.paused())?;
         let (end, kind) = match self
             .received
             .as_ref()
@@ -250,9 +271,9 @@ impl Report {
             .collect()
     }
 
-    /// The report as a table.
-    pub(crate) fn table(&self) -> String {
-        table::show(self)
+    /// The report as a table: the essentials, or all of it.
+    pub(crate) fn table(&self, verbose: bool) -> String {
+        table::show(self, verbose)
     }
 
     /// The report as one JSON object.

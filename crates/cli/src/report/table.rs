@@ -5,12 +5,20 @@ use crate::size::human;
 use pageferry_bench::kit::charts::time;
 use std::fmt::Write;
 
-/// Two columns, and a histogram of the stalls in characters.
-pub(super) fn show(report: &Report) -> String {
+/// Two columns. With `verbose` they have all that is known, and a histogram of the stalls in
+/// characters follows.
+pub(super) fn show(report: &Report, verbose: bool) -> String {
+    let (rows, width) = match verbose {
+        true => (rows(report), 22),
+        false => (essentials(report), 12),
+    };
     let mut out = String::new();
-    for (name, value) in rows(report) {
+    for (name, value) in rows {
         // Writing to a string cannot fail.
-        let _ = writeln!(out, "  {name:<22}{value}");
+        let _ = writeln!(out, "  {name:<width$}{value}");
+    }
+    if !verbose {
+        return out;
     }
     if let Some(stalls) = report.stalls().filter(|s| s.count() > 0) {
         let _ = write!(out, "\n  stalls, by length\n{}", bars(stalls));
@@ -18,7 +26,83 @@ pub(super) fn show(report: &Report) -> String {
     out
 }
 
-/// The names and values of the table and of the HTML page.
+/// What most people ask, in rows that fit a narrow terminal.
+fn essentials(report: &Report) -> Vec<(String, String)> {
+    let mut rows = Vec::new();
+    let mut row = |name: &str, value: String| rows.push((name.to_owned(), value));
+    let pages = report.pages();
+    let all = pages.precopy + pages.urgent + pages.background + pages.zero;
+    row(
+        "moved",
+        format!(
+            "{} vCPUs, {} on {}; {all} pages",
+            report.vcpus,
+            human(report.memory_bytes),
+            report.engine
+        ),
+    );
+    if let Some(ms) = report.total_ms() {
+        row("took", time(ms * 1e3));
+    }
+    if report.paused() {
+        row("blackout", PAUSED.into());
+    }
+    if let Some(blackout) = report.blackout() {
+        let bound = match blackout.kind {
+            super::BlackoutKind::Exact => "",
+            _ => "at most ",
+        };
+        row("blackout", format!("{bound}{}", time(blackout.ms * 1e3)));
+    }
+    if let Some(stalls) = report.stalls() {
+        let text = match stalls.count() {
+            0 => "none".to_owned(),
+            count => format!(
+                "{count}: p50 {}, p99 {}",
+                time(stalls.quantile_us(0.5)),
+                time(stalls.quantile_us(0.99))
+            ),
+        };
+        row("stalls", text);
+    }
+    if let Some(verified) = &report.verified {
+        let text = match verified.holds() {
+            true => "by guest and host: no wrong page".to_owned(),
+            false => format!("FAILED: {}", verified.words),
+        };
+        row("verified", text);
+    }
+    if let Some(view) = &report.guest_view {
+        let gap = |ns: u64| time(ns as f64 / 1e3);
+        let gaps = [view.gap_before_ns, view.gap_during_ns, view.gap_after_ns].map(gap);
+        let [before, during, after] = gaps;
+        row(
+            "timer gaps",
+            format!("{before} before, {during} during, {after} after"),
+        );
+        row("noticed", noticed(view));
+    }
+    if let Some(protection) = report.protection() {
+        row("channels", protection.to_string());
+    }
+    if report.conditions.build == "debug" {
+        row("note", "a debug build: times say nothing".into());
+    }
+    rows
+}
+
+/// The blackout of a paused VM.
+const PAUSED: &str = "none: the VM was paused";
+
+/// What a Linux guest has found.
+fn noticed(view: &super::GuestView) -> String {
+    match view.faults.as_slice() {
+        [] => "nothing wrong".to_owned(),
+        faults => format!("FAILED: {}", faults.join("; ")),
+    }
+}
+
+/// The names and values of the long table and of the HTML page.
 pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
     let mut rows = Vec::new();
     let mut row = |name: &str, value: String| rows.push((name.to_owned(), value));
@@ -58,8 +142,18 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         row("backing", backings.join(", "));
     }
     row("link", report.conditions.link.clone());
+    if let Some(protection) = report.protection() {
+        let version = protection.version;
+        row(
+            "channels",
+            format!("{protection}, protocol version {version}"),
+        );
+    }
     if let Some(ms) = report.total_ms() {
         row("total time", time(ms * 1e3));
+    }
+    if report.paused() {
+        row("blackout", PAUSED.into());
     }
     if let Some(blackout) = report.blackout() {
         let bound = if blackout.kind == super::BlackoutKind::Exact {
@@ -207,11 +301,7 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
                 view.md5_wrong
             ),
         );
-        let found = match view.faults.as_slice() {
-            [] => "nothing wrong".to_owned(),
-            faults => format!("FAILED: {}", faults.join("; ")),
-        };
-        row("the guest noticed", found);
+        row("the guest noticed", noticed(view));
     }
     if report.conditions.build == "debug" {
         row(

@@ -33,6 +33,12 @@ fn report() -> Report {
             first_stop_ns: START + 110_100_000,
             last_stop_ns: START + 110_500_000,
             confirmed_ns: START + 113_000_000,
+            protection: Protection {
+                version: 4,
+                tls: Some("TLS 1.3".into()),
+                peer_name: Some("there".into()),
+            },
+            paused: false,
             pages: Pages::from(PageCounts {
                 precopy: 8000,
                 urgent: 100,
@@ -61,6 +67,8 @@ fn report() -> Report {
             delivery: "exit".into(),
             delivery_because: "it was requested".into(),
             started_ns: START + 112_000_000,
+            protection: Protection::default(),
+            paused: false,
             first_instruction_ns: Some(START + 112_500_000),
             first_touch_ns: None,
             stalls: Stalls::new([(20_000, 90), (500_000, 9), (3_000_000, 1)]),
@@ -114,7 +122,7 @@ fn report_of_linux(faults: &[&str]) -> Report {
 fn the_view_of_a_linux_guest_is_shown_everywhere() {
     let report = report_of_linux(&[]);
     report.check().unwrap();
-    let table = report.table();
+    let table = report.table(true);
     for part in ["9.00 ms during", "400 of them", "nothing wrong"] {
         assert!(table.contains(part), "{part} in\n{table}");
     }
@@ -128,7 +136,7 @@ fn the_view_of_a_linux_guest_is_shown_everywhere() {
     let failure = failed.check().unwrap_err();
     assert_eq!(failure.exit, Exit::Verification);
     assert!(failure.message.contains("<i>"), "{failure}");
-    assert!(failed.table().contains("FAILED: the guest said"));
+    assert!(failed.table(true).contains("FAILED: the guest said"));
     let page = failed.html().unwrap();
     assert!(page.contains("verification failed") && !page.contains("<i>"));
 }
@@ -166,6 +174,10 @@ fn json_has_the_keys_that_programs_rely_on() {
         "vcpus",
         "memory_bytes",
         "total_ms",
+        "paused",
+        "tls",
+        "peer_name",
+        "protocol_version",
         "blackout_ms",
         "blackout_forecast_ms",
         "precopy_notes",
@@ -199,7 +211,7 @@ fn a_side_that_knows_half_still_reports() {
     half.received = None;
     half.verified = None;
     assert!(half.json()["stall_us"].is_null());
-    assert!(half.table().contains("at most"), "{}", half.table());
+    assert!(half.table(true).contains("at most"), "{}", half.table(true));
     half.html().unwrap();
     let mut half = report();
     half.sent = None;
@@ -256,7 +268,7 @@ fn the_guest_stands_still_in_the_blackout() {
 
 #[test]
 fn the_table_says_what_failed() {
-    let table = report().table();
+    let table = report().table(true);
     for part in [
         "FAILED",
         "holds",
@@ -268,5 +280,31 @@ fn the_table_says_what_failed() {
         "it does not converge",
     ] {
         assert!(table.contains(part), "{part} in\n{table}");
+    }
+}
+
+#[test]
+fn the_short_table_has_the_essentials_in_narrow_rows() {
+    let table = report().table(false);
+    for part in [
+        "moved",
+        "took",
+        "2.00 ms",
+        "100: p50 20.0 us, p99",
+        "FAILED",
+    ] {
+        assert!(table.contains(part), "{part} in\n{table}");
+    }
+    assert!(table.lines().count() <= 8, "{table}");
+    let linux = report_of_linux(&[]).table(false);
+    for part in ["9.00 ms during", "nothing wrong"] {
+        assert!(linux.contains(part), "{part} in\n{linux}");
+    }
+    let mut paused = report();
+    paused.sent.as_mut().unwrap().paused = true;
+    assert_eq!(paused.blackout(), None);
+    for verbose in [false, true] {
+        let table = paused.table(verbose);
+        assert!(table.contains("none: the VM was paused"), "{table}");
     }
 }

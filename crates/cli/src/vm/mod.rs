@@ -156,13 +156,15 @@ impl Vm {
         self.inner.running()
     }
 
-    /// Lets the VM run on after a migration that a defect ended.
-    pub(crate) fn run_on(&self) {
+    /// Lets the VM run on after a migration that a defect ended, unless its owner has `paused` it.
+    pub(crate) fn run_on(&self, paused: bool) {
         let running = self.running();
         // A failure to stop the dirty log costs only speed.
         let _ = running.machine.set_dirty_log(false);
         running.devices.iter().for_each(|device| device.resume());
-        self.threads().resume();
+        if !paused {
+            self.threads().resume();
+        }
     }
 
     /// The number of vCPUs.
@@ -238,10 +240,9 @@ impl Vm {
     /// # Errors
     /// When a vCPU does not leave the guest.
     pub(crate) fn verify(&self) -> Result<Verdict, Failure> {
-        let was_paused = self.inner.threads.is_paused();
-        self.inner.threads.pause(PAUSE_LIMIT)?;
+        let paused = self.inner.threads.pause(PAUSE_LIMIT)?;
         let verdict = self.verify_paused();
-        if !was_paused {
+        if paused.was_running {
             self.inner.threads.resume();
         }
         verdict

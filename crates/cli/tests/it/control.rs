@@ -51,8 +51,9 @@ fn several_requests_may_follow_each_other_on_one_connection() {
         done,
         "a paused guest makes no progress"
     );
-    let refused = source.migrate("127.0.0.1:9").end();
-    refused.assert_failed(11, "the VM is paused: resume it");
+    let failed = source.migrate("127.0.0.1:9").end();
+    failed.assert_failed(6, "the VM stays paused at the source");
+    assert_eq!(status(&source.socket).unwrap()["state"], "paused");
     stream.write_all(b"{\"command\":\"resume\"}\n").unwrap();
     assert_eq!(answer(&mut stream), "{\"result\":{\"state\":\"running\"}}");
     assert_runs_on(&source.socket);

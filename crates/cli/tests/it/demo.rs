@@ -203,6 +203,7 @@ fn the_table_and_the_page_are_for_people() {
         "32M",
         "--report",
         page.to_str().unwrap(),
+        "--verbose",
     ];
     let ended = pageferry(&args);
     ended.assert_ok();

@@ -195,6 +195,38 @@ fn linux_moves_back_and_forth_at_seeded_moments() {
     }
 }
 
+#[test]
+fn linux_moves_while_it_is_paused() {
+    let Some(files) = guest_linux() else {
+        return;
+    };
+    let mut here = Side::source(&files);
+    here.assert_runs_on();
+    let mut text = String::new();
+    for _ in 0..2 {
+        let socket = here.socket.to_str().unwrap().to_owned();
+        pageferry(&["pause", "--vm", &socket]).assert_ok();
+        let (there, address) = Side::destination();
+        here.migrate(&address, 1).end().assert_ok();
+        let left = std::mem::replace(&mut here, there);
+        left.process.end().assert_ok();
+        text.push_str(&String::from_utf8_lossy(
+            &std::fs::read(&left.console).unwrap(),
+        ));
+        wait_until("the VM to be here", || {
+            status(&here.socket).is_some_and(|status| status["state"] == "paused")
+        });
+        std::thread::sleep(STILL);
+        assert_eq!(here.text(), "", "a paused guest says nothing");
+        let socket = here.socket.to_str().unwrap().to_owned();
+        pageferry(&["resume", "--vm", &socket]).assert_ok();
+        // Its timers go on, and its clock has not gone back.
+        here.assert_runs_on();
+        Heard::of(&(text.clone() + &here.text()));
+    }
+    here.quit();
+}
+
 /// The destination is gone. The source runs the guest, or keeps it still until the operator's word.
 fn settle_source(source: Side, mut migrate: Process, there: &Heard) -> &'static str {
     let waits = wait_for("the source to notice", || {

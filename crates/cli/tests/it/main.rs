@@ -30,7 +30,9 @@ mod metrics;
 mod named_files;
 mod names;
 mod output;
+mod paused;
 mod peers;
+mod progress;
 mod recovery;
 mod schedules;
 #[cfg(target_arch = "x86_64")]

@@ -144,3 +144,47 @@ fn files_that_do_not_serve_are_usage_errors() {
         .assert_failed(2, "required arguments");
     source.assert_unharmed();
 }
+
+/// The version of TLS, and the peer's name.
+fn seen(json: &serde_json::Value) -> [Option<&str>; 2] {
+    assert!(
+        json["protocol_version"]
+            .as_u64()
+            .or(json["version"].as_u64())
+            > Some(0),
+        "{json}"
+    );
+    [json["tls"].as_str(), json["peer_name"].as_str()]
+}
+
+#[test]
+fn results_say_whether_tls_was_used_and_with_whom() {
+    let authority = Authority::new("test");
+    let (here, there) = (
+        authority.issue(&["here", "here.example"], Now),
+        authority.issue(&["there.example", "there"], Now),
+    );
+    // The one asked for, and the first of the certificate where none was asked for.
+    let flags = there.flags("here.example");
+    for (flags, name) in [(&flags[..], "here.example"), (&flags[..6], "here")] {
+        let source = Source::start("16M");
+        let destination = Destination::start_on_tcp(&[&refs(flags)[..], &["--json"]].concat());
+        let sent = migrate(&source, &destination.address, &here, &[]).end();
+        sent.assert_ok();
+        assert_eq!(seen(&sent.json()), [Some("TLS 1.3"), Some("there")]);
+        assert_whole(&destination.socket);
+        let session = status(&destination.socket).unwrap()["session"].clone();
+        assert_eq!(seen(&session), [Some("TLS 1.3"), Some(name)]);
+        destination.process.interrupt();
+        let received = destination.process.end();
+        received.assert_ok();
+        assert_eq!(seen(&received.json()), [Some("TLS 1.3"), Some(name)]);
+    }
+    let (source, destination) = (Source::start("16M"), Destination::start_on_tcp(&[]));
+    let sent = source.migrate(&destination.address).end();
+    sent.assert_ok();
+    assert_eq!(seen(&sent.json()), [None, None]);
+    assert_whole(&destination.socket);
+    let session = status(&destination.socket).unwrap()["session"].clone();
+    assert_eq!(seen(&session), [None, None]);
+}

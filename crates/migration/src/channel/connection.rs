@@ -28,6 +28,10 @@ pub struct Connection {
     peer: String,
     origin: Origin,
     local: bool,
+    /// The protocol version that both sides speak. 0 before the handshake is over.
+    pub(crate) version: u16,
+    /// The name that TLS checks, if one was asked for.
+    pub(super) checked_name: Option<String>,
     /// The lock is held for one step of [`Session`], which never waits.
     pub(super) tls: Option<Box<Mutex<Session>>>,
 }
@@ -45,6 +49,8 @@ impl Connection {
             peer,
             origin: Origin::new(address),
             local,
+            version: 0,
+            checked_name: None,
             tls: None,
         })
     }

@@ -21,6 +21,7 @@ impl Connection {
         host: Option<&str>,
     ) -> Result<Self, TlsError> {
         self.tls = Some(Box::new(Mutex::new(Session::new(config.client(host)?))));
+        self.checked_name = config.name_of(host);
         Ok(self)
     }
 
@@ -30,6 +31,7 @@ impl Connection {
     /// [`TlsError::Broken`].
     pub(crate) fn begin_tls_server(&mut self, config: &TlsConfig) -> Result<(), TlsError> {
         self.tls = Some(Box::new(Mutex::new(Session::new(config.server()?))));
+        self.checked_name = config.name_of(None);
         Ok(())
     }
 
@@ -69,6 +71,21 @@ impl Connection {
     #[must_use]
     pub const fn is_tls(&self) -> bool {
         self.tls.is_some()
+    }
+
+    /// The name of the peer in its certificate: the one that was asked for, or else the first DNS
+    /// name. `None` without TLS, before the end of its handshake, and for a certificate without DNS
+    /// names of which none was asked for.
+    #[must_use]
+    pub fn tls_name(&self) -> Option<String> {
+        let session = self.session()?;
+        // Without it, the peer has shown no certificate yet.
+        let shown = session.has_peer();
+        shown.then(|| {
+            self.checked_name
+                .clone()
+                .or_else(|| session.peer_dns_name())
+        })?
     }
 
     /// Returns 32 bytes that only the two ends of this TLS connection know. They differ from those

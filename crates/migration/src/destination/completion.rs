@@ -112,12 +112,14 @@ impl Supervisor<'_, '_, '_> {
                 .control
                 .as_ref()
                 .map(|control| control.peer().to_owned()),
+            protected: Some(self.protected.clone()),
             generation: self.state.generation,
             reconnects: self.reconnects,
             channels_lost: self.channels_lost,
             channels: self.state.channels.clone(),
             pages_left: self.core.left(),
             page_bytes: (data + urgent) * PAGE_SIZE,
+            paused: self.loading.is_paused(),
             waiting_faults: self.core.waiting.load(Ordering::Relaxed),
             lost_for: self.lost_since.map(|since| since.elapsed()),
             last_loss: self.last_loss.clone(),
@@ -161,6 +163,8 @@ impl Supervisor<'_, '_, '_> {
         // Stop the vCPUs first. Only then may the threads that serve them end.
         self.core
             .fail(MigrationError::Internal("the migration has failed".into()));
+        // The owner must not resume it from here on.
+        self.host.set_open_to_owner(false);
         let _ = self.vm.vcpus.pause(PAUSE_LIMIT);
         let _ = devices::pause(self.vm.devices);
         if let Some(control) = &mut self.control {
@@ -181,6 +185,7 @@ impl Supervisor<'_, '_, '_> {
                 missing: 0,
                 asleep: 0,
             };
+            self.host.set_open_to_owner(false);
             let _ = self.vm.vcpus.pause(PAUSE_LIMIT);
             let _ = devices::pause(self.vm.devices);
             let error = error.into();
@@ -189,7 +194,11 @@ impl Supervisor<'_, '_, '_> {
         self.core.collapse();
         self.enter(Phase::Completed);
         let (stalls, faults, first_faults, local_faults) = self.core.stalls.collect();
-        let first = self.vm.vcpus.first_instruction(FIRST_LIMIT);
+        // A VM that came paused has not run, or begins whenever its owner wants.
+        let first = match self.loading.is_paused() {
+            true => None,
+            false => self.vm.vcpus.first_instruction(FIRST_LIMIT),
+        };
         Ok(DestinationReport {
             phases: std::mem::take(&mut self.phases),
             engine: self.vm.machine.kind().engine.to_owned(),
@@ -200,12 +209,14 @@ impl Supervisor<'_, '_, '_> {
                 .delivery()
                 .unwrap_or_else(|| self.postcopy.delivery.clone()),
             started_ns: self.started_ns,
+            paused: self.loading.is_paused(),
             first_instruction_ns: first.map(instant_ns),
             stalls,
             stall_rows: self.core.stalls.rows(),
             faults,
             first_faults,
             local_faults,
+            protected: self.protected.clone(),
             pages: self.counts(),
             missing_at_start: self.loading.missing_at_start(),
             reconnects: self.reconnects,

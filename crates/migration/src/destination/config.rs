@@ -78,7 +78,8 @@ pub struct Offer {
 pub enum DestinationVm {
     /// It never counted here, and the source resumes it. The caller drops this copy.
     Discarded,
-    /// It ran here and is paused. It must not continue without its missing pages.
+    /// It was handed over to this side and is paused, whether it ran or not. It must not continue
+    /// without its missing pages.
     PausedIncomplete {
         /// The number of missing pages.
         missing: u64,

@@ -65,7 +65,7 @@ use crate::ledger::runs;
 use crate::limits::Patience;
 use crate::phase::{Observer, Phase};
 use crate::quota::Quota;
-use crate::report::{DestinationReport, PhaseStart, StallRow};
+use crate::report::{DestinationReport, PhaseStart, Protected, StallRow};
 use crate::session::destination::{Action, Destination as Session, End, Event, Stage, step};
 use crate::session::{DestinationStage, SourceStage, ToDestination, ToSource};
 use crate::status::{Board, SessionStatus};
@@ -96,6 +96,9 @@ pub struct Destination {
     board: Board,
     /// The stalls of the session that is under way, or of the last one.
     stalls: Mutex<Option<Arc<stalls::Stalls>>>,
+    /// Whether the owner may pause and resume the VM. It is held while the owner does. So a failure
+    /// pauses the VM for good behind an owner who has begun.
+    open_to_owner: Mutex<bool>,
 }
 
 impl Destination {
@@ -122,6 +125,7 @@ impl Destination {
             config,
             board: Board::default(),
             stalls: Mutex::default(),
+            open_to_owner: Mutex::default(),
         })
     }
 
@@ -154,6 +158,24 @@ impl Destination {
     /// while no source has the destination.
     pub fn give_up(&self) {
         self.desk.give_up();
+    }
+
+    /// Calls `act`, which pauses or resumes the VM, if the source has handed it over. Returns `None`,
+    /// and calls nothing, before `Go`, and after a failure that left pages missing: the VM must not
+    /// run here then. `act` should be short: a failure that pauses the VM waits for it.
+    pub fn after_hand_over<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
+        let open = self.owner();
+        open.then(act)
+    }
+
+    fn owner(&self) -> std::sync::MutexGuard<'_, bool> {
+        self.open_to_owner
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_open_to_owner(&self, open: bool) {
+        *self.owner() = open;
     }
 
     /// The status of the session that is under way, or of the last one.
@@ -226,6 +248,8 @@ struct Supervisor<'s, 'e, 'a> {
     done: &'e AtomicBool,
     state: Session,
     control: Option<ControlLink>,
+    /// Of the newest control channel.
+    protected: Protected,
     /// The missing pages that are being named to a source that resumes.
     naming: Option<Naming>,
     bulk: Vec<recovery::BulkChannel<'s>>,

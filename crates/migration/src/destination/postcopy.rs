@@ -7,6 +7,7 @@ use super::resolver::Resolver;
 use super::setup::Incoming;
 use super::shared::Letter;
 use super::{Allocation, Session, Supervisor, faults, precopy, switchover};
+use crate::control::ControlLink;
 use crate::devices::{self, DeviceStates};
 use crate::error::MigrationError;
 use crate::limits::Patience;
@@ -132,6 +133,7 @@ pub(super) fn run<'a>(
         control.forgive_silence();
     }
     let host = Arc::clone(&incoming.host);
+    host.set_open_to_owner(false);
     let outcome = std::thread::scope(|scope| {
         let _ended = Ended(&done, &core);
         let mut supervisor = Supervisor {
@@ -145,6 +147,10 @@ pub(super) fn run<'a>(
             patience: &patience,
             done: &done,
             state: Session::new(),
+            protected: control
+                .as_ref()
+                .map(ControlLink::protection)
+                .unwrap_or_default(),
             control,
             naming: None,
             bulk: Vec::new(),

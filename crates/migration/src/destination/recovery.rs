@@ -57,12 +57,9 @@ impl Supervisor<'_, '_, '_> {
                 self.lost_since = None;
                 let pages = self.core.pages();
                 let connection = Arc::new(connection);
-                self.control = Some(ControlLink::new(
-                    connection,
-                    generation,
-                    Side::Source,
-                    pages,
-                ));
+                let control = ControlLink::new(connection, generation, Side::Source, pages);
+                self.protected = control.protection();
+                self.control = Some(control);
             }
             _ if generation != self.state.generation => connection.shutdown(),
             Role::Bulk => {

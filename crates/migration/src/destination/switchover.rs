@@ -20,6 +20,8 @@ pub(super) struct Loading<'a> {
     begun: bool,
     /// The number of missing pages, once all is loaded.
     missing_at_start: Option<u64>,
+    /// Whether the VM was paused at the source, and stays so.
+    paused: bool,
 }
 
 impl<'a> Loading<'a> {
@@ -30,6 +32,7 @@ impl<'a> Loading<'a> {
             decoded: Vec::new(),
             begun: false,
             missing_at_start: None,
+            paused: false,
         }
     }
 
@@ -40,6 +43,11 @@ impl<'a> Loading<'a> {
 
     pub(super) fn is_loaded(&self) -> bool {
         self.missing_at_start.is_some()
+    }
+
+    /// Whether the VM comes paused.
+    pub(super) fn is_paused(&self) -> bool {
+        self.paused
     }
 
     /// The number of missing pages at the switch-over, or 0 before.
@@ -112,11 +120,13 @@ impl Supervisor<'_, '_, '_> {
         // From here on, frames bring missing pages. The source sends none before `Ready`.
         self.inbound.begin_postcopy();
         self.loading.missing_at_start = Some(found);
+        self.loading.paused = announced.paused;
         self.events.push_back(Event::Loaded);
         Ok(())
     }
 
-    /// The source has said `Go`: the guest runs here and nowhere else.
+    /// The source has said `Go`: the guest counts here and nowhere else. It runs, unless it comes
+    /// paused. All else is as for a guest that runs: its owner may resume it at any time.
     pub(super) fn start_guest(&mut self) {
         debug_assert_eq!(self.state.stage, Stage::Running);
         self.started_ns = monotonic_ns();
@@ -125,7 +135,11 @@ impl Supervisor<'_, '_, '_> {
             apply();
         }
         devices::resume(self.vm.devices);
-        self.vm.vcpus.resume();
+        if !self.loading.is_paused() {
+            self.vm.vcpus.resume();
+        }
+        // Behind the resume: an owner's pause comes after it.
+        self.host.set_open_to_owner(true);
         self.wake_assist();
         self.patience.set(self.host.config.limits.dead_after);
         self.enter(Phase::Postcopy);

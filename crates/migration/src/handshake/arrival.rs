@@ -89,7 +89,8 @@ impl Arrival {
     ///
     /// # Errors
     /// [`ChannelError`] if the source is gone. The channel is lost then.
-    pub fn welcome(self) -> Result<Connection, ChannelError> {
+    pub fn welcome(mut self) -> Result<Connection, ChannelError> {
+        self.connection.version = self.agreed.version;
         // The socket's buffer is empty, so both messages fit: the kernel lets it grow to twenty
         // packets. The first is in a small packet of its own.
         for (bytes, what) in [(&self.welcome[..], "Welcome"), (path_check(), "PathCheck")] {

@@ -86,7 +86,7 @@ pub fn open_on(
         deadline: Instant::now() + limit,
         stop,
     };
-    let connection = protect(connection, host, protection, limits)?;
+    let mut connection = protect(connection, host, protection, limits)?;
     let hello = Hello::ours(key, identity.session);
     let sent = hello.encode();
     let began = Instant::now();
@@ -144,6 +144,7 @@ pub fn open_on(
         return Err(HandshakeError::BadProof);
     }
     read_path_check(&connection, &limits.wait("PathCheck"))?;
+    connection.version = reply.version;
     Ok(Opened {
         connection,
         agreed: Agreed {

@@ -15,6 +15,8 @@ pub struct Checked {
     pub peer: String,
     /// The version of the protocol that both sides speak.
     pub version: u16,
+    /// Whether TLS protects the way.
+    pub tls: bool,
     /// The name for which the destination's certificate is valid. `None`: without TLS.
     pub tls_name: Option<String>,
 }
@@ -38,11 +40,7 @@ pub fn check(
     let Opened {
         connection, agreed, ..
     } = route.open(&Worked::default(), &protection, &identity, key, limit, stop)?;
-    let tls_name = config
-        .tls
-        .as_ref()
-        .and_then(|files| files.peer_name.as_deref().or(route.host()))
-        .map(str::to_owned);
+    let (tls, tls_name) = (connection.is_tls(), connection.tls_name());
     let peer = connection.peer().to_owned();
     let mut control = ControlLink::new(Arc::new(connection), 1, Side::Destination, 0);
     // The destination gives the place of the session to others.
@@ -51,6 +49,7 @@ pub fn check(
     Ok(Checked {
         peer,
         version: agreed.version,
+        tls,
         tls_name,
     })
 }

@@ -42,6 +42,9 @@ pub struct SourceSession {
     pub(super) board: Board,
     /// `None` without a migration.
     settings: Mutex<Option<Settings>>,
+    /// Whether the owner may pause and resume the VM. It is held while the owner does. So the
+    /// switch-over waits for an owner who has begun, and no owner begins behind it.
+    open_to_owner: Mutex<bool>,
 }
 
 impl SourceSession {
@@ -54,6 +57,7 @@ impl SourceSession {
             letters: Mailbox::new()?,
             board: Board::default(),
             settings: Mutex::default(),
+            open_to_owner: Mutex::new(true),
         })
     }
 
@@ -96,6 +100,29 @@ impl SourceSession {
         *self.lock()
     }
 
+    /// Calls `act`, which pauses or resumes the VM, unless the switch-over has begun. The VM arrives
+    /// as `act` leaves it. Returns `None`, and calls nothing, from the switch-over on: the VM may
+    /// run at the destination then, and must not run here. If the source takes the VM back, this
+    /// works again. `act` should be short: the switch-over waits for it.
+    pub fn before_switch_over<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
+        let open = self.owner();
+        open.then(act)
+    }
+
+    fn owner(&self) -> MutexGuard<'_, bool> {
+        self.open_to_owner
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn close_to_owner(&self) {
+        *self.owner() = false;
+    }
+
+    pub(super) fn open_to_owner(&self) {
+        *self.owner() = true;
+    }
+
     fn command(&self, command: Command) {
         // A later one of the same kind says all that an earlier one does.
         let kind = std::mem::discriminant(&command);
@@ -121,7 +148,8 @@ impl SourceSession {
         self.command(Command::GiveUp);
     }
 
-    /// Ends a migration that is handed over, and resumes the VM at the source. Only an operator who
+    /// Ends a migration that is handed over, and resumes the VM at the source, unless it was paused
+    /// at the switch-over: then it stays paused, and its owner may resume it. Only an operator who
     /// knows that the destination never runs again may do so: else the VM runs twice. The VM's work
     /// at the destination is lost.
     pub fn resume_here(&self) {

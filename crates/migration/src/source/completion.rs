@@ -7,7 +7,9 @@ use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::phase::Phase;
 use crate::protocol_error::ProtocolError;
-use crate::report::{DeviceFigures, PageCounts, PhaseStart, PrefetchCounts, SourceReport};
+use crate::report::{
+    DeviceFigures, PageCounts, PhaseStart, PrefetchCounts, Protected, SourceReport,
+};
 use crate::session::source::{End, Stage};
 use crate::status::SessionStatus;
 use crate::sync::Ordering;
@@ -25,8 +27,10 @@ pub(super) fn new_report() -> SourceReport {
         total_ns: 0,
         first_stop_ns: 0,
         last_stop_ns: 0,
+        paused: false,
         sent_at_ns: 0,
         confirmed_ns: 0,
+        protected: Protected::default(),
         pages: PageCounts::default(),
         prefetch: PrefetchCounts::default(),
         devices: DeviceFigures::default(),
@@ -110,6 +114,7 @@ impl Supervisor<'_, '_, '_> {
                 .control
                 .as_ref()
                 .map(|control| control.peer().to_owned()),
+            protected: (self.report.protected.version > 0).then(|| self.report.protected.clone()),
             generation: self.state.generation,
             reconnects: self.report.reconnects,
             channels_lost: self.channels_lost,
@@ -117,6 +122,7 @@ impl Supervisor<'_, '_, '_> {
             pages_left: ledger.unacknowledged(),
             pages_in_flight: ledger.in_flight(),
             page_bytes: ledger.acknowledged_bytes(),
+            paused: self.report.paused,
             passes: self.precopy.passes,
             dirty_rate: self.precopy.convergence.dirty_rate,
             link_rate: self.precopy.convergence.link_rate,

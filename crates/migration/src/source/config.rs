@@ -137,12 +137,13 @@ impl fmt::Debug for Route {
 /// The place of the VM after a failed migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceVm {
-    /// It runs on at the source, unchanged.
+    /// It runs on at the source, unchanged. A VM that its owner had paused stays paused there.
     Runs,
     /// The source handed it over, and has not heard that the destination discarded it. It is paused
     /// at the source with all its pages.
     GivenUp,
-    /// The source handed it over, and an operator resumed it at the source.
+    /// The source handed it over, and an operator took it back. It runs at the source, unless it was
+    /// paused at the switch-over.
     Forced,
 }
 

@@ -105,6 +105,12 @@ const SWITCH_OVER_SPIN: Duration = Duration::from_micros(300);
 /// meanwhile, and so do the threads that it starts. Returns when the destination has confirmed
 /// every page. The VM is then paused here, and the caller drops it.
 ///
+/// A VM that is paused when the switch-over begins ([`PauseReport::was_running`]) arrives paused.
+/// The destination takes it over, and its owner there resumes it. Before the switch-over the owner
+/// here pauses and resumes it by [`SourceSession::before_switch_over`].
+///
+/// [`PauseReport::was_running`]: pageferry_machine::PauseReport::was_running
+///
 /// # Errors
 /// [`SourceFailure`] says where the VM is.
 pub fn migrate(
@@ -117,6 +123,7 @@ pub fn migrate(
 ) -> Result<SourceReport, SourceFailure> {
     crate::latency::prefer_short_slices();
     session.prepare(config.settings);
+    session.open_to_owner();
     let outcome = attempts(vm, route, guest, config, session, observer);
     session.forget();
     outcome.inspect_err(|_| observer.phase(Phase::Failed))
@@ -218,6 +225,7 @@ fn attempt(
             dirty,
             frozen: None,
             devices_paused: false,
+            resumes: false,
             named: (None, 0),
             last_loss: None,
             channels_lost: 0,
@@ -254,6 +262,8 @@ struct Supervisor<'s, 'e, 'a> {
     frozen: Option<Frozen<'a>>,
     /// Whether the switch-over has paused the devices, or has begun to.
     devices_paused: bool,
+    /// Whether the switch-over has paused vCPUs that ran, or has begun to.
+    resumes: bool,
     /// The missing pages that a resuming destination has named, and their number. There is room
     /// from the first time on.
     named: (Option<PageBitmap>, u64),
@@ -638,7 +648,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         self.channels.ring();
     }
 
-    /// Lets the guest run here as before.
+    /// Takes the guest back as it was: a VM that its owner had paused stays paused.
     fn resume_guest(&mut self) {
         self.shared.set_mode(Mode::Hold);
         // A failure to stop the dirty log costs only speed.
@@ -647,7 +657,11 @@ impl<'a> Supervisor<'_, '_, 'a> {
         if std::mem::take(&mut self.devices_paused) {
             crate::devices::resume(self.vm.devices);
         }
-        self.vm.vcpus.resume();
+        if std::mem::take(&mut self.resumes) {
+            self.vm.vcpus.resume();
+        }
+        // Behind the resume: an owner's pause comes after it.
+        self.session.open_to_owner();
     }
 }
 

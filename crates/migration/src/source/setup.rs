@@ -69,6 +69,7 @@ impl Supervisor<'_, '_, '_> {
             }
             _ => Ok(()),
         };
+        self.report.protected = control.protection();
         self.control = Some(control);
         self.events.push_back(Event::Opened(generation));
         if let Err(error) = offered {

@@ -6,7 +6,8 @@
 //!
 //! Each step needs the ones before it:
 //!
-//! 1. The vCPUs stop, so no device gets more to do.
+//! 1. The vCPUs stop, so no device gets more to do. From here until the VM is taken back, its owner
+//!    can neither pause nor resume it: what SwitchOver says about that stays true.
 //! 2. The devices stop. What they still complete goes to guest memory, or to a vCPU as an interrupt.
 //! 3. Memory is frozen, which waits for every write under way, also those of other threads.
 //! 4. The dirty log is harvested: it has all writes.
@@ -45,7 +46,13 @@ impl Supervisor<'_, '_, '_> {
             control.send_slowly(&Frame::Missing(frame), self.config.limits.silence)?;
         }
         self.enter(Phase::SwitchOver);
+        self.session.close_to_owner();
+        // The request to pause stands also if this fails.
+        self.resumes = true;
         let stopped = self.vm.vcpus.pause(PAUSE_LIMIT)?;
+        self.resumes = stopped.was_running;
+        self.report.paused = !stopped.was_running;
+        self.session.board.set_paused(self.report.paused);
         let pausing = Instant::now();
         self.devices_paused = true;
         devices::pause(self.vm.devices)?;
@@ -92,6 +99,7 @@ impl Supervisor<'_, '_, '_> {
             vcpus: counts.0,
             devices: counts.1,
             stopped_at_ns: self.report.last_stop_ns,
+            paused: self.report.paused,
         }))?;
         self.report.sent_at_ns = monotonic_ns();
         control.flush()

@@ -161,7 +161,10 @@ impl Frame {
                 arg = vcpu.vcpu.into();
                 out.extend_from_slice(&vcpu.state);
             }
-            Self::SwitchOver(switch_over) => switch_over.encode_payload(out),
+            Self::SwitchOver(switch_over) => {
+                count = u32::from(switch_over.paused);
+                switch_over.encode_payload(out);
+            }
             Self::Running { started_at_ns } => arg = *started_at_ns,
             Self::Drained { missing } | Self::DrainAck { missing } => arg = *missing,
             Self::SetupProgress(progress) => {
@@ -254,7 +257,7 @@ impl Frame {
                 })
             }
             FrameType::SwitchOver => {
-                Self::SwitchOver(SwitchOver::decode_payload(payload, memory_pages)?)
+                Self::SwitchOver(SwitchOver::decode_payload(count, payload, memory_pages)?)
             }
             FrameType::Ready => Self::Ready,
             FrameType::Go => Self::Go,

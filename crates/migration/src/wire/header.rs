@@ -134,7 +134,7 @@ impl FrameHeader {
             | FrameType::CloseChannel
             | FrameType::ChannelEnded
             | FrameType::DeviceState => (true, true),
-            FrameType::Resume => (true, false),
+            FrameType::Resume | FrameType::SwitchOver => (true, false),
             FrameType::Error
             | FrameType::VcpuState
             | FrameType::Running
@@ -143,7 +143,6 @@ impl FrameHeader {
             | FrameType::Receipt => (false, true),
             FrameType::SetupAck
             | FrameType::Cancel
-            | FrameType::SwitchOver
             | FrameType::Ready
             | FrameType::Go
             | FrameType::Complete

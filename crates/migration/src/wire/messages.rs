@@ -96,6 +96,9 @@ pub struct SwitchOver {
     /// meaning only if both sides run on one host. It is informative: no behaviour may depend on
     /// it.
     pub stopped_at_ns: u64,
+    /// Whether the VM was paused by its owner. The destination then takes it over on `Go`, and
+    /// leaves it paused.
+    pub paused: bool,
 }
 
 /// The amount of memory that the destination has allocated.
@@ -130,8 +133,13 @@ impl SwitchOver {
         out.extend_from_slice(layout.as_bytes());
     }
 
-    pub(super) fn decode_payload(payload: &[u8], memory_pages: u64) -> Result<Self, WireError> {
+    pub(super) fn decode_payload(
+        count: u32,
+        payload: &[u8],
+        memory_pages: u64,
+    ) -> Result<Self, WireError> {
         const WHAT: &str = "SwitchOver";
+        in_range(WHAT, "paused", count.into(), 0, 1)?;
         let layout: &SwitchOverLayout = exact(WHAT, payload)?;
         let (missing_pages, vcpus) = (layout.missing_pages.get(), layout.vcpus.get());
         let devices = layout.devices.get();
@@ -143,6 +151,7 @@ impl SwitchOver {
             vcpus,
             devices,
             stopped_at_ns: layout.stopped_at_ns.get(),
+            paused: count == 1,
         })
     }
 }

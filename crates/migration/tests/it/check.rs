@@ -53,9 +53,12 @@ fn a_checked_destination_is_ready_and_reports_nothing() {
         for route in &routes {
             let checked = check(route, &config(1, LONG), &|| false);
             let Checked {
-                version, tls_name, ..
+                tls,
+                version,
+                tls_name,
+                ..
             } = checked.unwrap();
-            assert_eq!((version, tls_name), (5, None));
+            assert_eq!((version, tls, tls_name), (5, false, None));
         }
     };
     // Nobody has called `accept` yet.

@@ -431,6 +431,7 @@ fn a_slow_and_healthy_link_completes() {
     received.unwrap();
     eprintln!("{:?} in {} ms", sent.pages, sent.total_ns / 1_000_000);
     assert_eq!(sent.reconnects, 0);
+    vm.threads.resume();
     vm.wait_progress(16);
     vm.assert_verifies();
 }

@@ -14,6 +14,7 @@ mod handshake_common;
 mod hostile;
 mod move_backings;
 mod move_vm;
+mod paused;
 mod precopy;
 mod prefetch;
 mod recorded;

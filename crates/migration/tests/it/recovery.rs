@@ -64,7 +64,7 @@ pub(crate) struct Stage {
 /// How a migration ended at its two ends. The destination has a VM if it has heard an offer.
 pub(crate) struct Ends {
     pub(crate) sent: Result<SourceReport, SourceFailure>,
-    received: Option<(WorkloadVm, Result<DestinationReport, DestinationFailure>)>,
+    pub(crate) received: Option<(WorkloadVm, Result<DestinationReport, DestinationFailure>)>,
 }
 
 /// Moves `vm` through a shaper, while `act` runs.

@@ -191,7 +191,6 @@ fn a_header_field_its_type_does_not_use_is_zero() {
         Receipt,
         SetupAck,
         Cancel,
-        SwitchOver,
         Ready,
         Go,
         Complete,
@@ -448,6 +447,7 @@ fn each_field_of_the_small_messages_is_checked() {
     }
     assert_eq!(out_of_range(changed(Pass, 12, &[0])), "pass");
     assert_eq!(out_of_range(changed(SetupProgress, 12, &[2])), "ready");
+    assert_eq!(out_of_range(changed(SwitchOver, 12, &[2])), "paused");
     assert_eq!(out_of_range(changed(Receipt, 16, &[0])), "frames");
     for stage in [0, 4, u32::MAX] {
         assert_eq!(

@@ -101,14 +101,22 @@ fn any_frame() -> impl Strategy<Value = (Frame, Side, u64)> {
         },
     );
     let devices = 0..=MAX_DEVICES as u32;
-    let switch_over = (any::<u64>(), 1..=MAX_VCPUS, devices, any::<u64>()).prop_map(
-        |(missing_pages, vcpus, devices, stopped_at_ns)| SwitchOver {
-            missing_pages,
-            vcpus,
-            devices,
-            stopped_at_ns,
-        },
-    );
+    let switch_over = (
+        any::<u64>(),
+        1..=MAX_VCPUS,
+        devices,
+        any::<u64>(),
+        any::<bool>(),
+    )
+        .prop_map(
+            |(missing_pages, vcpus, devices, stopped_at_ns, paused)| SwitchOver {
+                missing_pages,
+                vcpus,
+                devices,
+                stopped_at_ns,
+                paused,
+            },
+        );
     prop_oneof![
         any_setup().prop_map(|s| (Frame::Setup(s), Source, 0)),
         Just((Frame::SetupAck, Destination, 0)),
@@ -338,6 +346,11 @@ fn the_bytes_are_those_of_the_document() {
         vcpus: 4,
         devices: 6,
         stopped_at_ns: 5,
+        paused: false,
+    };
+    let paused = SwitchOver {
+        paused: true,
+        ..switch_over
     };
     let vcpu = VcpuState {
         vcpu: 6,
@@ -369,6 +382,7 @@ fn the_bytes_are_those_of_the_document() {
         (Frame::Missing(runs), frame(7, 3, 100, &gaps)),
         (Frame::VcpuState(vcpu), frame(8, 0, 6, &[7, 8])),
         (Frame::SwitchOver(switch_over), frame(9, 0, 0, &switch)),
+        (Frame::SwitchOver(paused), frame(9, 1, 0, &switch)),
         (Frame::Ready, frame(10, 0, 0, &[])),
         (Frame::Go, frame(11, 0, 0, &[])),
         (Frame::Running { started_at_ns: 8 }, frame(12, 0, 8, &[])),

@@ -150,6 +150,13 @@ impl TlsConfig {
         Ok(connection.into())
     }
 
+    /// The name that a peer's certificate must have, where `host` was dialled.
+    pub(in crate::channel) fn name_of(&self, host: Option<&str>) -> Option<String> {
+        let own = self.peer_name.as_ref().map(ServerName::to_str);
+        own.map(|name| name.into_owned())
+            .or_else(|| host.map(str::to_owned))
+    }
+
     /// Starts the side that listens.
     pub(in crate::channel) fn server(&self) -> Result<rustls::Connection, TlsError> {
         let connection = ServerConnection::new(self.server.clone())

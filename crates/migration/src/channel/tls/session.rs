@@ -102,6 +102,18 @@ impl Session {
             .map_err(|error| TlsError::Broken(error.to_string()))
     }
 
+    /// Whether the peer's certificate was checked.
+    pub(in crate::channel) fn has_peer(&self) -> bool {
+        !self.tls.is_handshaking() && self.tls.peer_certificates().is_some()
+    }
+
+    /// Returns the first DNS name in the peer's certificate, once the handshake has checked it.
+    pub(in crate::channel) fn peer_dns_name(&self) -> Option<String> {
+        let certificate = self.tls.peer_certificates()?.first()?;
+        let parsed = webpki::EndEntityCert::try_from(certificate).ok()?;
+        parsed.valid_dns_names().next().map(str::to_owned)
+    }
+
     /// Whether a read may return bytes although the socket has none.
     pub(in crate::channel) const fn has_pending(&self) -> bool {
         self.plain > 0 || self.start < self.end || self.ended || self.failure.is_some()

@@ -27,6 +27,9 @@ Four rules decide who runs the VM when connections are lost:
 4. *Readers first.* The destination ends the readers of old channels before it says which pages are
    missing. So no page arrives that it has called missing.
 
+To *run* the guest means to let it run on. A guest that its owner has paused is taken over in the
+same way, and stays paused: SwitchOver says so.
+
 No timer decides which side runs. `crates/migration/src/session/model` searches all orders of events
 at both ends, and shows that each rule is needed.
 

@@ -119,6 +119,7 @@ impl Template {
             vcpus: self.vcpus(),
             devices: self.devices.len() as u32,
             stopped_at_ns: 1,
+            paused: false,
         })
     }
 }

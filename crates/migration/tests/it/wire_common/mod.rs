@@ -159,6 +159,7 @@ pub(crate) fn samples() -> Vec<(Frame, Side)> {
                 vcpus: 4,
                 devices: 2,
                 stopped_at_ns: 123_456_789_012,
+                paused: true,
             }),
             Source,
         ),
