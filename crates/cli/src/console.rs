@@ -1,16 +1,18 @@
 //! A guest's text console, at the user's terminal or in a file.
 //!
 //! A thread writes what the guest writes. If the console is the terminal, another thread sends what
-//! the user types. The terminal then neither echoes nor waits for whole lines, since the guest does
-//! that. Ctrl-C still ends the command.
+//! the user types. The terminal then passes on each key ([`terminal`](crate::terminal)), since the
+//! guest does the rest. Ctrl-] does what Ctrl-C does without a guest.
 
 use crate::args::ConsoleTarget;
 use crate::exit::{Exit, Failure};
+use crate::keys::{Keys, Passed};
 use crate::output;
+use crate::signals::Interrupts;
+use crate::terminal::Terminal;
 use pageferry_machine::Console;
-use rustix::termios::{LocalModes, OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
 use std::fs::File;
-use std::io::{Read, Write, stdin};
+use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -23,16 +25,20 @@ const INTERVAL: Duration = Duration::from_millis(50);
 pub(crate) struct Shown {
     stop: Arc<AtomicBool>,
     writer: Option<JoinHandle<()>>,
-    /// The terminal's settings from before.
-    terminal: Option<Termios>,
+    /// The terminal, if standard input is one.
+    terminal: Option<Terminal>,
 }
 
 impl Shown {
-    /// Shows `console` at `target`.
+    /// Shows `console` at `target`. On a terminal, Ctrl-] counts as one of `interrupts`.
     ///
     /// # Errors
     /// [`Exit::Usage`] when the file cannot be created.
-    pub(crate) fn start(console: &Arc<Console>, target: &ConsoleTarget) -> Result<Self, Failure> {
+    pub(crate) fn start(
+        console: &Arc<Console>,
+        target: &ConsoleTarget,
+        interrupts: &Interrupts,
+    ) -> Result<Self, Failure> {
         let mut to: Box<dyn Write + Send> = match target {
             ConsoleTarget::Stdio => Box::new(std::io::stdout()),
             ConsoleTarget::File(path) => Box::new(File::create(path).map_err(|e| {
@@ -55,12 +61,18 @@ impl Shown {
             terminal: None,
         };
         if *target == ConsoleTarget::Stdio {
-            shown.terminal = take_terminal();
-            let to = Arc::clone(console);
-            // It ends with standard input, or with the process.
+            shown.terminal = Terminal::take();
+            if shown.terminal.is_some() {
+                output::note(
+                    "all keys go to the guest, except Ctrl-], which does what Ctrl-C does elsewhere",
+                );
+            }
+            let (to, interrupts) = (Arc::clone(console), interrupts.clone());
+            let stop = Arc::clone(&shown.stop);
+            // Nobody waits for it, since a read may last for ever.
             std::thread::Builder::new()
                 .name("keys".into())
-                .spawn(move || type_in(&to))
+                .spawn(move || type_in(&to, &interrupts, &stop))
                 .map_err(|e| Failure::os("cannot start the console's thread", e))?;
         }
         Ok(shown)
@@ -73,9 +85,8 @@ impl Drop for Shown {
         if let Some(writer) = self.writer.take() {
             let _ = writer.join();
         }
-        if let Some(before) = &self.terminal {
-            let _ = tcsetattr(stdin(), OptionalActions::Now, before);
-        }
+        // The text of the guest is out.
+        self.terminal = None;
     }
 }
 
@@ -99,29 +110,14 @@ fn show(console: &Console, to: &mut dyn Write, stop: &AtomicBool) {
     }
 }
 
-/// Lets the guest see each key. Returns the settings from before, if standard input is a terminal.
-fn take_terminal() -> Option<Termios> {
-    if !isatty(stdin()) {
-        return None;
-    }
-    let before = tcgetattr(stdin()).ok()?;
-    let mut keys = before.clone();
-    keys.local_modes
-        .remove(LocalModes::ECHO | LocalModes::ICANON);
-    tcsetattr(stdin(), OptionalActions::Now, &keys).ok()?;
-    Some(before)
-}
-
-/// Sends what the user types.
-fn type_in(console: &Console) {
-    let mut bytes = [0; 1024];
-    while let Ok(read @ 1..) = stdin().lock().read(&mut bytes) {
-        let mut rest = &bytes[..read];
-        while !rest.is_empty() {
-            rest = &rest[console.send(rest)..];
-            if !rest.is_empty() {
-                std::thread::sleep(INTERVAL);
-            }
+/// Sends what the user types, until `stop` holds or standard input ends.
+fn type_in(console: &Console, interrupts: &Interrupts, stop: &AtomicBool) {
+    let mut keys = Keys::new();
+    while !stop.load(Ordering::Acquire) {
+        match keys.pass_on(&mut |bytes| console.send(bytes)) {
+            Passed::On => {}
+            Passed::Left => interrupts.add(),
+            Passed::Ended => return,
         }
     }
 }

@@ -12,7 +12,8 @@
 //! a table, JSON or HTML. [`probe`] tests the host.
 //!
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
-//! The crate must not know wire formats, page tables or ioctls, and has no unsafe code.
+//! The crate must not know wire formats, page tables or ioctls, and [`terminal`] alone has
+//! unsafe code.
 
 mod activation;
 mod args;
@@ -25,9 +26,11 @@ mod cgroup;
 mod console;
 mod control;
 mod demo;
+mod detach;
 mod exit;
 mod guest_linux;
 mod host;
+mod keys;
 mod log;
 mod manual;
 mod memory;
@@ -48,6 +51,7 @@ mod signals;
 mod size;
 mod sockets;
 mod status;
+mod terminal;
 mod vm;
 mod wall_clock;
 mod watch;
@@ -60,12 +64,8 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let began = log::start(cli.log);
-    match began
-        .and_then(|()| dispatch(&cli))
-        .and_then(|()| output::check())
-    {
-        Ok(()) => ExitCode::SUCCESS,
+    match start(&cli).and_then(|code| output::check().map(|()| code)) {
+        Ok(code) => code.into(),
         Err(failure) => {
             output::error(&failure);
             ExitCode::from(failure.exit as u8)
@@ -73,13 +73,25 @@ fn main() -> ExitCode {
     }
 }
 
+/// Runs the command, here or in the background. Returns the exit code.
+fn start(cli: &Cli) -> Result<u8, Failure> {
+    if detach::is_asked_for(cli)? {
+        return detach::start();
+    }
+    if cli.detached {
+        detach::begin()?;
+    }
+    log::start(cli.log)?;
+    dispatch(cli).map(|()| 0)
+}
+
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
     let interrupts =
         Interrupts::install(matches!(cli.command, Command::Run(_) | Command::Receive(_)))?;
     match &cli.command {
         Command::Demo(args) => demo::demo(args, &interrupts),
-        Command::Run(args) => run::run(args, &interrupts),
-        Command::Receive(args) => receive::receive(args, &interrupts),
+        Command::Run(args) => run::run(args, cli.detached, &interrupts),
+        Command::Receive(args) => receive::receive(args, cli.detached, &interrupts),
         Command::Migrate(args) => migrate::migrate(args, &interrupts),
         Command::List(args) => sockets::list(args, &interrupts),
         Command::Status(args) => status::status(args, &interrupts),

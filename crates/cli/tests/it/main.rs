@@ -17,6 +17,7 @@ mod check;
 mod control;
 mod cpus;
 mod demo;
+mod detach;
 mod interrupts;
 #[cfg_attr(
     not(feature = "bench"),
@@ -34,6 +35,7 @@ mod schedules;
 mod set;
 mod sizes;
 mod support;
+mod terminal;
 mod trust;
 mod two_hosts;
 mod two_processes;
