@@ -94,6 +94,12 @@ pub(crate) enum Command {
     /// migration it prints the state and ends, except at a destination that waits for a VM.
     #[command(after_help = EXIT_CODES)]
     Watch(WatchArgs),
+    /// Attach to the console of a VM on this host
+    ///
+    /// Shows the newest 64 KiB of text, then what the guest writes. What is typed goes to the guest.
+    /// Ctrl-] detaches, and the VM runs on. If standard input is no terminal, all of it is sent.
+    #[command(after_help = EXIT_CODES)]
+    Console(VmArgs),
     /// Pause a VM on this host
     Pause(VmArgs),
     /// Let a paused VM on this host run on

@@ -56,6 +56,11 @@ impl Keys {
         }
     }
 
+    /// Whether a user types them.
+    pub(crate) const fn is_terminal(&self) -> bool {
+        self.is_terminal
+    }
+
     /// Waits for keys, at most [`Interrupts::POLL`], and passes them on. `send` returns the number
     /// of bytes that it took.
     pub(crate) fn pass_on(&mut self, send: &mut dyn FnMut(&[u8]) -> usize) -> Passed {

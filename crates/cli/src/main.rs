@@ -17,6 +17,7 @@
 
 mod activation;
 mod args;
+mod attach;
 #[cfg(feature = "bench")]
 mod bench;
 #[cfg(not(feature = "bench"))]
@@ -96,6 +97,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::List(args) => sockets::list(args, &interrupts),
         Command::Status(args) => status::status(args, &interrupts),
         Command::Watch(args) => watch::watch(args, &interrupts),
+        Command::Console(args) => attach::attach(args, &interrupts),
         Command::Pause(args) => status::pause(args, &interrupts),
         Command::Resume(args) => status::resume(args, &interrupts),
         Command::Verify(args) => status::verify(args, &interrupts),

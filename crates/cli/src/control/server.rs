@@ -1,17 +1,18 @@
 //! The VM's side of its control socket.
 
-use super::MAX_REQUEST_BYTES;
 use super::line::{LineReader, NoLine};
 use super::protocol::{Event, Line, Request, parse_request};
+use super::{MAX_ATTACHED, MAX_REQUEST_BYTES, attached};
 use crate::exit::{Exit, Failure};
 use crate::scratch::SocketFile;
+use pageferry_machine::Console;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 use std::io::{ErrorKind, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -32,6 +33,12 @@ pub(crate) trait Service: Send + Sync {
     /// # Errors
     /// The failure for the client, with the class of its exit.
     fn serve(&self, request: Request, event: &mut dyn FnMut(Event)) -> Result<Value, Failure>;
+
+    /// The console of the guest that is here now.
+    ///
+    /// # Errors
+    /// The failure for the client, if there is none.
+    fn console(&self) -> Result<Arc<Console>, Failure>;
 }
 
 /// A listener that is served until this is dropped. Dropping removes the socket's file, if there is
@@ -163,6 +170,7 @@ impl Idle {
 
 fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<AtomicBool>) {
     let mut clients: Vec<Client> = Vec::new();
+    let attached = Arc::new(AtomicUsize::new(0));
     while !stop.load(Ordering::Acquire) {
         let Ok((stream, _)) = listener.accept() else {
             // No client, or no free descriptor at the moment: poll again later.
@@ -174,6 +182,7 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<Atomic
             continue;
         }
         let (service, stop) = (Arc::clone(service), Arc::clone(stop));
+        let attached = Arc::clone(&attached);
         let Ok(clone) = stream.try_clone() else {
             continue;
         };
@@ -185,7 +194,7 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<Atomic
         let thread = std::thread::Builder::new()
             .name("client".into())
             .spawn(move || {
-                serve_client(stream, service.as_ref(), &ours, &stop);
+                serve_client(stream, service.as_ref(), &ours, &stop, &attached);
                 // `Idle` has the connection too, and outlives this thread.
                 let _ = ours.stream.shutdown(std::net::Shutdown::Both);
             });
@@ -232,7 +241,13 @@ fn refuse_client(mut stream: UnixStream) {
 }
 
 /// Serves one client until it leaves, violates the protocol, or the server ends.
-fn serve_client(stream: UnixStream, service: &dyn Service, idle: &Idle, stop: &AtomicBool) {
+fn serve_client(
+    stream: UnixStream,
+    service: &dyn Service,
+    idle: &Idle,
+    stop: &AtomicBool,
+    attached: &AtomicUsize,
+) {
     let prepared = stream
         .set_nonblocking(false)
         .and_then(|()| stream.set_read_timeout(Some(POLL)))
@@ -259,8 +274,21 @@ fn serve_client(stream: UnixStream, service: &dyn Service, idle: &Idle, stop: &A
         let mut tell = |line: Line| {
             there = there && writer.write_all(&line.to_bytes()).is_ok();
         };
-        let outcome = parse_request(&line)
-            .and_then(|request| service.serve(request, &mut |e| tell(Line::Event(e))));
+        let request = parse_request(&line);
+        if matches!(request, Ok(Request::Console)) {
+            match Attached::begin(service, attached) {
+                Ok(console) => {
+                    tell(Line::Result(serde_json::json!({"state": "attached"})));
+                    console.serve(&writer, lines.into_rest(), service, stop);
+                    return;
+                }
+                Err(failure) => tell(Line::Error((&failure).into())),
+            }
+            idle.set(Some(Instant::now()));
+            continue;
+        }
+        let outcome =
+            request.and_then(|request| service.serve(request, &mut |e| tell(Line::Event(e))));
         tell(match outcome {
             Ok(value) => Line::Result(value),
             Err(failure) => Line::Error((&failure).into()),
@@ -269,6 +297,42 @@ fn serve_client(stream: UnixStream, service: &dyn Service, idle: &Idle, stop: &A
             return;
         }
         idle.set(Some(Instant::now()));
+    }
+}
+
+/// A place among the clients that are attached to the console.
+struct Attached<'a> {
+    console: Arc<Console>,
+    number: &'a AtomicUsize,
+}
+
+impl<'a> Attached<'a> {
+    fn begin(service: &dyn Service, number: &'a AtomicUsize) -> Result<Self, Failure> {
+        let console = service.console()?;
+        let attached = Self { console, number };
+        // A counter alone, which orders nothing else.
+        if number.fetch_add(1, Ordering::Relaxed) >= MAX_ATTACHED {
+            let message = format!(
+                "{MAX_ATTACHED} clients are attached to the console already; detach one by Ctrl-]"
+            );
+            return Err(Failure::new(Exit::NoVm, message));
+        }
+        Ok(attached)
+    }
+
+    /// Serves the client until it leaves, the server ends, or the VM is another one.
+    fn serve(&self, stream: &UnixStream, keys: Vec<u8>, service: &dyn Service, stop: &AtomicBool) {
+        let is_over = || {
+            let now = service.console();
+            stop.load(Ordering::Acquire) || !now.is_ok_and(|now| Arc::ptr_eq(&now, &self.console))
+        };
+        attached::serve(stream, &self.console, keys, &is_over);
+    }
+}
+
+impl Drop for Attached<'_> {
+    fn drop(&mut self) {
+        self.number.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -292,6 +356,10 @@ mod tests {
             self.begun.fetch_add(1, Ordering::SeqCst);
             self.all.wait();
             Ok(Value::Null)
+        }
+
+        fn console(&self) -> Result<Arc<Console>, Failure> {
+            Err(Failure::new(Exit::NoVm, "no console"))
         }
     }
 

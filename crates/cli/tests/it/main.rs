@@ -14,6 +14,7 @@ mod bench_memslot;
 #[cfg(feature = "bench")]
 mod bench_postcopy_latency;
 mod check;
+mod console;
 mod control;
 mod cpus;
 mod demo;
