@@ -2,7 +2,7 @@
 
 use crate::linux::{end, print};
 use crate::support::terminal::Pty;
-use crate::support::{Dir, Process, is_alive, pageferry, status};
+use crate::support::{Destination, Dir, Process, assert_whole, is_alive, pageferry, status};
 use pageferry_testkit::rv64::{
     A0, A1, A6, A7, DBCN, ECALL, ZERO, beq, bne, call, image, ld, li, sd,
 };
@@ -242,6 +242,46 @@ fn a_closed_terminal_leaves_no_vm_behind() {
         assert!(!dir.path("vm").exists(), "{args:?}");
         drop(shell);
     }
+}
+
+/// The source has the only copy, so it goes on. Neither side throws the VM away.
+#[test]
+fn a_terminal_that_closes_in_a_migration_throws_no_vm_away() {
+    let dir = Dir::new();
+    let destination = Destination::start(&[]);
+    let socket = dir.path("vm");
+    let control = socket.to_str().unwrap();
+    let run = [
+        "run",
+        "--engine",
+        "soft",
+        "--memory",
+        "16M",
+        "--control",
+        control,
+    ];
+    let pty = Pty::new();
+    let (shell, pid) = pty.start_in_session(":", &run);
+    wait_until("the VM", || {
+        status(&socket).is_some_and(|status| status["state"] == "running")
+    });
+    let to = &destination.address;
+    let migrate = ["migrate", "--switch", "manual", "--vm", control, "--to", to];
+    let migration = Process::start(&migrate, &dir);
+    wait_until("the migration", || {
+        status(&socket).is_some_and(|status| status["session"]["stage"] == "pre-copy")
+    });
+    pty.close();
+    // By the shell too, and again.
+    signal(pid, Signal::HUP);
+    std::thread::sleep(Duration::from_millis(1500));
+    signal(pid, Signal::HUP);
+    assert!(is_alive(pid));
+    pageferry(&["set", "--switch", "now", "--vm", control]).assert_ok();
+    migration.end().assert_ok();
+    wait_until("the end of the source", || !is_alive(pid));
+    assert_whole(&destination.socket);
+    drop(shell);
 }
 
 #[test]
