@@ -4,8 +4,8 @@
 
 use libfuzzer_sys::fuzz_target;
 use pageferry_migration::wire::{
-    CREDENTIALS_BYTES, ChannelKey, Credentials, HELLO_BYTES, Hello, HelloReply, SessionId,
-    WELCOME_BYTES, Welcome, check_magic,
+    CREDENTIALS_BYTES, ChannelKey, Credentials, HELLO_BYTES, Hello, HelloReply, PATH_CHECK_BYTES,
+    SessionId, WELCOME_BYTES, Welcome, check_magic, path_check, verify_path_check,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -19,6 +19,13 @@ fuzz_target!(|data: &[u8]| {
             Ok(credentials) => assert_eq!(credentials.encode(), *bytes),
             Err(error) => drop(error.to_string()),
         });
+    }
+    // A part of a PathCheck, wherever it begins.
+    if let Some((at, part)) = data.split_first_chunk() {
+        let at = usize::from(u16::from_le_bytes(*at)) % PATH_CHECK_BYTES;
+        let part = &part[..part.len().min(PATH_CHECK_BYTES - at)];
+        let same = path_check()[at..].starts_with(part);
+        assert_eq!(verify_path_check(at, part).is_ok(), same);
     }
     if let Some(bytes) = data.first_chunk::<WELCOME_BYTES>() {
         with_and_without_checksum(bytes, |bytes| match Welcome::decode(bytes) {

@@ -6,6 +6,7 @@
 //!
 //! **Mechanism.** One-word newtypes over `u64` ([`Gpa`], [`Gfn`], [`Hva`], [`Pfn`], [`RamPage`]),
 //! [`PageSize`] for the leaf sizes of a page table, and the half-open ranges [`GfnRange`].
+//! [`first_access`] divides a copy into accesses that tear no value.
 //!
 //! **Neighbours.** Every other crate of Pageferry uses this one. It must not know slots, tables or
 //! system calls.
@@ -13,10 +14,12 @@
 
 mod frame;
 mod page_size;
+mod parts;
 mod range;
 
 pub use frame::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
 pub use page_size::PageSize;
+pub use parts::first_access;
 pub use range::GfnRange;
 
 /// The examples of the README are tests.

@@ -243,6 +243,10 @@ pub(crate) struct BackingArgs {
         hide_possible_values = true
     )]
     pub(crate) backing: Backing,
+    /// Start a VM although a limit of this host leaves it too little: memory, control groups,
+    /// accounting of memory, or limits of the process. The VM may then end by a signal
+    #[arg(long)]
+    pub(crate) ignore_limits: bool,
 }
 
 /// The fault delivery that the user chose; `None` for `auto`.
@@ -618,8 +622,8 @@ pub(crate) struct KernelArgs {
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     pub(crate) cmdline: Option<String>,
     /// The kernel's console: a file, or - for this terminal. All keys go to the guest, Ctrl-C
-    /// too; Ctrl-] does what Ctrl-C does elsewhere
-    /// [default: -, or none with --detach]
+    /// too; Ctrl-] does what Ctrl-C does elsewhere. Text is dropped while its reader takes nothing
+    /// for a second [default: -, or none with --detach]
     #[arg(long, value_name = "FILE|-", requires = "kernel", value_parser = console)]
     pub(crate) console: Option<ConsoleTarget>,
 }

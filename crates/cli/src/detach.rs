@@ -4,15 +4,15 @@
 //! that is its own, with its exit code. The process in the background has a session of its own, no
 //! terminal, and holds no pipe of its caller.
 //!
-//! **Mechanism.** Threads do not survive a fork. So the command starts its own program again before
-//! it has any thread. Its standard output there is a pipe. What comes out of it before the mark of
+//! **Mechanism.** Threads do not survive a fork. So the command starts its own program again. Its
+//! standard output there is a pipe. What comes out of it before the mark of
 //! readiness is the output of this command.
 
 use crate::args::{Cli, Command, ConsoleTarget};
 use crate::exit::{Exit, Failure};
 use crate::output;
 use std::fs::OpenOptions;
-use std::io::{Read, Write, stderr, stdout};
+use std::io::{Read, stderr};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Stdio;
@@ -80,7 +80,7 @@ pub(crate) fn start() -> Result<u8, Failure> {
     })
 }
 
-/// Leaves the session of the command that started this process. Called before any thread starts.
+/// Leaves the session of the command that started this process.
 ///
 /// # Errors
 /// When the host refuses, since the process leads a group.
@@ -95,24 +95,23 @@ pub(crate) fn begin() -> Result<(), Failure> {
 /// process is `detached`.
 ///
 /// # Errors
-/// [`Exit::Cancelled`] if the caller has gone.
+/// [`Exit::Cancelled`] if the caller has gone, or `Exit::Internal` if it takes nothing.
 pub(crate) fn ready(detached: bool, control: &Path, is_named: bool) -> Result<(), Failure> {
     if !detached {
         return Ok(());
     }
     let name = control.file_name().filter(|_| is_named);
     let name = name.map_or(control, Path::new).display();
-    let mut text = format!("{name}\n").into_bytes();
-    text.push(READY);
-    let mut out = stdout().lock();
-    out.write_all(&text)
-        .and_then(|()| out.flush())
-        .map_err(|_| {
-            Failure::new(
-                Exit::Cancelled,
-                "the command that started this process has ended",
-            )
-        })?;
+    output::result(&format!("{name}\n{}", char::from(READY)));
+    // Nothing may be on its way when the streams change.
+    output::check()?;
+    if output::is_lost() {
+        return Err(Failure::new(
+            Exit::Cancelled,
+            "the command that started this process has ended",
+        ));
+    }
+    output::finish();
     let cannot = |e| Failure::os("cannot leave the terminal", e);
     let nowhere = OpenOptions::new().read(true).write(true).open("/dev/null");
     let nowhere = nowhere.map_err(cannot)?;

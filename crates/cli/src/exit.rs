@@ -19,11 +19,12 @@ pub(crate) enum Exit {
     Usage = 2,
     /// The chosen engine does not run here.
     Engine = 3,
-    /// userfaultfd, the chosen fault delivery or the chosen backing is not available.
+    /// userfaultfd, the chosen fault delivery or the chosen backing is not available, or a limit of
+    /// this host is too low.
     Delivery = 4,
     /// The address or the socket is in use, or cannot be listened on.
     Address = 5,
-    /// Nobody answers at the address.
+    /// Nobody answers at the address, or large packets do not get there.
     Unreachable = 6,
     /// The peer speaks another protocol or another version, or sends invalid data.
     Protocol = 7,
@@ -54,17 +55,17 @@ Exit codes:
    1  verification failed: the guest or the host found a wrong page
    2  wrong flags, sizes or files
    3  the engine asked for does not run on this host
-   4  userfaultfd is not permitted, or the fault delivery or backing asked for is not there
+   4  userfaultfd, the fault delivery or the backing asked for is not there, or a limit is too low
    5  the address or socket is in use or cannot be listened on
-   6  the address refuses connections or cannot be reached
-   7  the peer speaks another protocol, another version, or sent damaged data
+   6  the address refuses connections or cannot be reached, also if only large packets cannot
+   7  the peer speaks another protocol, another version, or sent damaged data, also under TLS
    8  the peer refused (mismatched machine, busy, unknown guest, its limits)
    9  cancelled (Ctrl-C); before the switch-over the VM runs on at the source
   10  the migration ended after the switch-over: the VM at the destination is incomplete
   11  no VM listens on that control socket, or it refused the request
   12  this host or the peer's refused something (the message says what), or a bug
   13  the connection broke before the switch-over: the VM runs on at the source
-  14  the guest stopped or makes no progress
+  14  the guest stopped, asked for a reboot, or makes no progress
   15  this host is too busy to measure: try again when it is idle
   16  a certificate or proof was refused, or TLS is required: the VM is untouched";
 
@@ -226,13 +227,15 @@ pub(crate) fn of_listen(error: &OpenError) -> Failure {
 /// The class of a failure to connect a socket.
 fn of_open(error: &OpenError) -> Exit {
     match error {
-        OpenError::InUse { .. }
-        | OpenError::StaleSocket { .. }
-        | OpenError::NotASocket { .. }
-        | OpenError::Denied { .. } => Exit::Address,
-        OpenError::NoSuchPath { .. } | OpenError::Refused { .. } | OpenError::Unresolved { .. } => {
-            Exit::Unreachable
+        OpenError::InUse { .. } | OpenError::StaleSocket { .. } | OpenError::NotASocket { .. } => {
+            Exit::Address
         }
+        // This is a connection: `of_listen` has the other class.
+        OpenError::Denied { .. }
+        | OpenError::NoSuchPath { .. }
+        | OpenError::Refused { .. }
+        | OpenError::NoAnswer { .. }
+        | OpenError::Unresolved { .. } => Exit::Unreachable,
         OpenError::PortZero { .. } => Exit::Usage,
         OpenError::Os { .. } => Exit::Unreachable,
     }
@@ -250,7 +253,9 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
             HandshakeError::BadProof | HandshakeError::PlainForbidden { .. },
         )
         | MigrationError::Refused(Status::TlsRequired | Status::BadProof) => Exit::Untrusted,
-        MigrationError::Handshake(_) => Exit::Unreachable,
+        MigrationError::Handshake(_) | MigrationError::Refused(Status::LargePacketsLost) => {
+            Exit::Unreachable
+        }
         MigrationError::Channel(ChannelError::Interrupted { .. }) => Exit::Cancelled,
         MigrationError::Channel(_)
         | MigrationError::LinkLost(_)
@@ -291,11 +296,15 @@ pub(crate) fn of_tls(error: &TlsError) -> Exit {
         TlsError::File { .. }
         | TlsError::NoCertificate { .. }
         | TlsError::NoKey { .. }
+        | TlsError::WrongFile { .. }
         | TlsError::Malformed { .. }
         | TlsError::KeyMismatch { .. }
         | TlsError::BadName { .. }
         | TlsError::NoName => Exit::Usage,
-        TlsError::NotTls(_) => Exit::Protocol,
+        TlsError::NotTls(_)
+        | TlsError::Damaged(_)
+        | TlsError::DamagedAtPeer
+        | TlsError::NothingInCommon => Exit::Protocol,
         _ => Exit::Untrusted,
     }
 }

@@ -26,8 +26,8 @@ const MOST_WAITING: usize = 4096;
 pub(crate) enum Passed {
     /// Keys, or none, were passed on.
     On,
-    /// The user has pressed Ctrl-].
-    Left,
+    /// The user has pressed Ctrl-] this many times.
+    Left(usize),
     /// All was passed on, and there is no more.
     Ended,
 }
@@ -77,7 +77,7 @@ impl Keys {
                 if !self.waiting.is_empty() || !may_read {
                     std::thread::sleep(Interrupts::POLL);
                 }
-                false
+                0
             }
         };
         while !self.waiting.is_empty() {
@@ -87,8 +87,8 @@ impl Keys {
                 break;
             }
         }
-        if left {
-            Passed::Left
+        if left > 0 {
+            Passed::Left(left)
         } else if self.has_ended && self.waiting.is_empty() {
             Passed::Ended
         } else {
@@ -96,25 +96,26 @@ impl Keys {
         }
     }
 
-    /// Reads what is there, after a short wait at most. Returns whether Ctrl-] is among it.
-    fn read(&mut self) -> bool {
+    /// Reads what is there, after a short wait at most. Returns how often Ctrl-] is among it.
+    fn read(&mut self) -> usize {
         let limit = Timespec::try_from(Interrupts::POLL).expect("a short time");
         let mut from = [PollFd::new(&self.from, PollFlags::IN)];
         match poll(&mut from, Some(&limit)) {
-            Ok(0) | Err(Errno::INTR) => return false,
+            Ok(0) | Err(Errno::INTR) => return 0,
             _ => {}
         }
         let mut bytes = [0; 1024];
         let read = match read(self.from, &mut bytes) {
             Ok(read) => read,
-            Err(Errno::INTR | Errno::AGAIN) => return false,
+            Err(Errno::INTR | Errno::AGAIN) => return 0,
             // A terminal that has closed.
             Err(_) => 0,
         };
         self.has_ended = read == 0;
         let typed = &bytes[..read];
-        let leave = typed.iter().position(|key| *key == LEAVE);
-        let leave = leave.filter(|_| self.is_terminal);
+        let leaves = |key: &u8| self.is_terminal && *key == LEAVE;
+        let leave = typed.iter().position(leaves);
+        let times = typed.iter().filter(|key| leaves(key)).count();
         // What was typed behind it is for nobody.
         let mut keys = &typed[..leave.unwrap_or(read)];
         if self.is_terminal {
@@ -122,7 +123,7 @@ impl Keys {
             keys = &keys[..keys.len().min(room)];
         }
         self.waiting.extend(keys);
-        leave.is_some()
+        times
     }
 }
 
@@ -142,11 +143,11 @@ mod tests {
     #[test]
     fn ctrl_bracket_leaves_a_terminal_and_is_a_byte_elsewhere() {
         for (is_terminal, expected) in [
-            (true, (Passed::Left, &b"ab"[..])),
-            (false, (Passed::On, b"ab\x1dc")),
+            (true, (Passed::Left(2), &b"ab"[..])),
+            (false, (Passed::On, b"ab\x1dc\x1d")),
         ] {
             let (mut to, mut keys) = keys(is_terminal);
-            to.write_all(b"ab\x1dc").unwrap();
+            to.write_all(b"ab\x1dc\x1d").unwrap();
             let mut sent = Vec::new();
             let passed = keys.pass_on(&mut |bytes| {
                 sent.extend(bytes);
@@ -165,7 +166,7 @@ mod tests {
         }
         assert_eq!(keys.waiting.len(), MOST_WAITING, "no more are kept");
         to.write_all(&[LEAVE]).unwrap();
-        assert_eq!(keys.pass_on(&mut |_| 0), Passed::Left);
+        assert_eq!(keys.pass_on(&mut |_| 0), Passed::Left(1));
     }
 
     #[test]

@@ -1,9 +1,12 @@
 //! Log lines on stderr, for operators who look for the cause of something.
 //!
-//! Messages of the commands do not depend on this: see [`output`](crate::output).
+//! Messages of the commands do not depend on this: see [`output`](crate::output). Lines go the same
+//! way: they never block the thread that logs, nor fail it.
 
 use crate::exit::{Exit, Failure};
+use crate::output;
 use crate::wall_clock;
+use std::io;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::FormatTime;
@@ -34,6 +37,20 @@ impl FormatTime for Wall {
     }
 }
 
+/// A line on its way to stderr. A line is one write.
+struct Line;
+
+impl io::Write for Line {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        output::diagnostics(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Begins to log: at the level of the flag, or of the variable `PAGEFERRY_LOG`, or warnings.
 ///
 /// # Errors
@@ -50,7 +67,9 @@ pub(crate) fn start(flag: Option<LevelFilter>) -> Result<(), Failure> {
         .with_max_level(chosen)
         .with_timer(Wall)
         .with_ansi(false)
-        .with_writer(std::io::stderr)
+        .with_writer(|| Line)
+        // They would go to stderr by `eprintln!`, which panics.
+        .log_internal_errors(false)
         .finish();
     tracing::subscriber::set_global_default(subscriber)
         .map_err(|e| Failure::os("cannot begin to log", e))

@@ -12,8 +12,9 @@
 //! a table, JSON or HTML. [`probe`] tests the host.
 //!
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
-//! The crate must not know wire formats, page tables or ioctls, and [`terminal`] alone has
-//! unsafe code.
+//! The crate must not know wire formats, page tables or ioctls. Its only unsafe code handles signals
+//! ([`signals`], [`terminal`]) and takes the descriptor that a service manager hands over
+//! ([`activation`]).
 
 mod activation;
 mod args;
@@ -32,6 +33,7 @@ mod exit;
 mod guest_linux;
 mod host;
 mod keys;
+mod limits;
 mod log;
 mod manual;
 mod memory;
@@ -49,6 +51,7 @@ mod sampler;
 mod scratch;
 mod set;
 mod signals;
+mod sink;
 mod size;
 mod sockets;
 mod status;
@@ -65,30 +68,35 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    match start(&cli).and_then(|code| output::check().map(|()| code)) {
+    let ended = start(&cli).and_then(|code| output::check().map(|()| code));
+    let code = match ended {
         Ok(code) => code.into(),
         Err(failure) => {
             output::error(&failure);
             ExitCode::from(failure.exit as u8)
         }
-    }
+    };
+    output::finish();
+    code
 }
 
 /// Runs the command, here or in the background. Returns the exit code.
 fn start(cli: &Cli) -> Result<u8, Failure> {
-    if detach::is_asked_for(cli)? {
-        return detach::start();
-    }
     if cli.detached {
         detach::begin()?;
+    }
+    output::start()?;
+    if detach::is_asked_for(cli)? {
+        return detach::start();
     }
     log::start(cli.log)?;
     dispatch(cli).map(|()| 0)
 }
 
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
-    let interrupts =
-        Interrupts::install(matches!(cli.command, Command::Run(_) | Command::Receive(_)))?;
+    let owns_vm = matches!(cli.command, Command::Run(_) | Command::Receive(_));
+    let interrupts = Interrupts::install(owns_vm)?;
+    output::wait_by(&interrupts, owns_vm);
     match &cli.command {
         Command::Demo(args) => demo::demo(args, &interrupts),
         Command::Run(args) => run::run(args, cli.detached, &interrupts),

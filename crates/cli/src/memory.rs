@@ -1,6 +1,6 @@
 //! Memory of this process and of the host, from the kernel's counters.
 
-use crate::cgroup;
+use crate::cgroup::{self, Resource};
 use pageferry_machine::Backing;
 use std::fs;
 
@@ -45,7 +45,8 @@ impl Overhead {
 /// memory limit, at most the bytes left under that.
 pub(crate) fn available_bytes() -> Option<u64> {
     let host = kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
-    Some(cgroup::left().map_or(host, |left| left.min(host)))
+    let group = cgroup::left(Resource::Memory);
+    Some(group.map_or(host, |left| left.amount.min(host)))
 }
 
 /// The host's memory in bytes.

@@ -40,12 +40,12 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
     let display = Display::start(&feed);
     let (served, stopped_watching) = (Cell::new(0), Cell::new(false));
     let stop = || {
-        let count = interrupts.count();
-        if count == served.get() {
+        if interrupts.count() == served.get() {
             return false;
         }
-        served.set(count);
-        if count > 1 {
+        // Two that came at once are answered one after the other: the first cancels.
+        served.set(served.get() + 1);
+        if served.get() > 1 {
             stopped_watching.set(true);
             return true;
         }

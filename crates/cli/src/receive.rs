@@ -7,8 +7,8 @@ use crate::control::options::{limits, plain};
 use crate::control::server::Server;
 use crate::exit::{Exit, Failure, of_listen, of_migration, of_tls};
 use crate::host::{
-    Activity, Answers, Ended, Host, HostService, Jobs, StopRequests, Watch, has_switched_over,
-    wait_for_outcome,
+    Activity, Answers, Ended, Host, HostService, Jobs, StopRequests, Watch, catch_defect,
+    has_switched_over, wait_for_outcome,
 };
 use crate::output;
 use crate::progress::{Display, Feed};
@@ -97,7 +97,9 @@ pub(crate) fn receive(
                 host.set_vm(None);
                 output::note(&format!("{failure}; still listening"));
             }
-            Activity::Incomplete { .. } if failure.exit == Exit::LinkLost && server.is_some() => {
+            Activity::Incomplete { .. }
+                if matches!(failure.exit, Exit::LinkLost | Exit::Internal) && server.is_some() =>
+            {
                 // The command ends with this as its error.
                 output::note(&format!(
                     "{failure}; it stays here until `pageferry quit` or Ctrl-C"
@@ -181,8 +183,12 @@ fn is_of_this_host(error: &MigrationError) -> bool {
 }
 
 fn turned_away(stranger: &Stranger) {
+    let others = match stranger.left_out {
+        0 => String::new(),
+        more => format!(" (and {more} others since the last of these messages)"),
+    };
     output::note(&format!(
-        "turned away {}: {}; still listening",
+        "turned away {}: {}; still listening{others}",
         stranger.peer, stranger.why
     ));
 }
@@ -308,8 +314,8 @@ fn build(incoming: &Incoming, args: &ReceiveArgs) -> Result<(Arc<Vm>, Arc<Resolv
     };
     check_limits(incoming.offer(), args)?;
     let guest = GuestDescription::of_offer(incoming.offer())?;
+    check_backing(&args.backing, &guest, 1).map_err(refused)?;
     let backing = args.backing.backing;
-    check_backing(backing, guest.memory_bytes, 1).map_err(refused)?;
     let resolver = Resolver::new();
     // No probe VM is run first: beside a busy source on the same host it could exceed its time
     // limit.
@@ -353,7 +359,13 @@ fn take_in(
     };
     host.set_vm(Some(&vm));
     *console = match (vm.console(), &args.console) {
-        (Some(from), Some(target)) => Some(Shown::start(from, target, stops.interrupts())?),
+        (Some(from), Some(target)) => match Shown::start(from, target, stops.interrupts()) {
+            Ok(shown) => Some(shown),
+            Err(failure) => {
+                incoming.refuse(&failure.message);
+                return Err(failure);
+            }
+        },
         _ => None,
     };
     let watched = Arc::clone(host);
@@ -364,7 +376,11 @@ fn take_in(
     host.set_sampler(Some(Sampler::start(&vm, runs)));
     let stop = Arc::new(AtomicBool::new(false));
     let outcome = start(host, incoming, &vm, resolver, &stop, feed)?;
-    match wait(host, &outcome, &stop, feed, stops)? {
+    let outcome = match wait(host, &outcome, &stop, feed, stops)? {
+        Ok(outcome) => outcome,
+        Err(defect) => return after_defect(host, vm, defect),
+    };
+    match outcome {
         Ok(report) => {
             let workload = vm.workload();
             host.set_received(Received::new(&report, vm.backing(), |page| {
@@ -393,6 +409,30 @@ fn take_in(
 
 type Outcome = Result<DestinationReport, DestinationFailure>;
 
+/// Decides about a VM whose migration a defect ended. A VM that is whole here runs on.
+fn after_defect(host: &Host, vm: Arc<Vm>, defect: Failure) -> Result<Arc<Vm>, Failure> {
+    let status = host.destination().map(|there| there.status());
+    let status = status.unwrap_or_default();
+    match status.stage {
+        "none" | "receiving" => {
+            host.set_activity(Activity::Waiting);
+            Err(defect.and("the VM runs on at the source"))
+        }
+        "running" | "complete" if status.pages_left == 0 => {
+            output::note(&format!("{defect}; all of the VM is here, and it runs on"));
+            host.set_activity(Activity::Here);
+            Ok(vm)
+        }
+        _ => {
+            // A vCPU that waits for a page may not leave the guest.
+            let _ = vm.threads().pause(PAUSE_LIMIT);
+            let missing = status.pages_left;
+            host.set_activity(Activity::Incomplete { missing });
+            Err(defect.and(&format!("{missing} pages of the VM are missing here")))
+        }
+    }
+}
+
 /// Receives on a separate thread, so that the user can give it up.
 fn start(
     host: &Arc<Host>,
@@ -401,7 +441,7 @@ fn start(
     resolver: Arc<Resolver>,
     stop: &Arc<AtomicBool>,
     feed: &Arc<Feed>,
-) -> Result<Receiver<Outcome>, Failure> {
+) -> Result<Receiver<Result<Outcome, Failure>>, Failure> {
     let (sender, outcome) = channel();
     let (vm, stop) = (Arc::clone(vm), Arc::clone(stop));
     let watch = Watch {
@@ -409,26 +449,38 @@ fn start(
         activity: Activity::Arriving,
         feed: Arc::clone(feed),
     };
-    std::thread::Builder::new()
+    // The thread takes the offer when it runs: if there is none, the source has to hear why.
+    let (offer, taken) = channel::<Incoming>();
+    let spawned = std::thread::Builder::new()
         .name("migration".into())
         .spawn(move || {
+            let Ok(incoming) = taken.recv() else {
+                return;
+            };
             let stop = || stop.load(Ordering::Acquire);
-            let result = incoming.receive(&vm.running(), &resolver, &stop, &watch);
+            let result = catch_defect(|| incoming.receive(&vm.running(), &resolver, &stop, &watch));
             // The receiver is gone only if the process is ending.
             let _ = sender.send(result);
-        })
-        .map_err(|e| Failure::os("cannot start the migration's thread", e))?;
+        });
+    if let Err(e) = spawned {
+        let failure = Failure::os("cannot start the migration's thread", e);
+        incoming.refuse(&failure.message);
+        return Err(failure);
+    }
+    if let Err(unsent) = offer.send(incoming) {
+        unsent.0.refuse("the migration's thread has ended");
+    }
     Ok(outcome)
 }
 
 /// Waits for the outcome and answers requests to stop.
 fn wait(
     host: &Host,
-    outcome: &Receiver<Outcome>,
+    outcome: &Receiver<Result<Outcome, Failure>>,
     stop: &AtomicBool,
     feed: &Feed,
     stops: &mut StopRequests<'_>,
-) -> Result<Outcome, Failure> {
+) -> Result<Result<Outcome, Failure>, Failure> {
     let answers = Answers {
         switched_over: &|| matches!(host.activity(), Activity::Arriving(phase) if has_switched_over(phase)),
         cancel: &|_| {

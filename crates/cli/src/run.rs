@@ -10,8 +10,8 @@ use crate::signals::Interrupts;
 use crate::vm::{GuestDescription, Vm, check_backing};
 use crate::{detach, size, sockets};
 use pageferry_machine::{Engine, EngineChoice, Linux};
-use std::fs::File;
-use std::io::Read;
+use pageferry_migration::read_regular_file;
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -37,8 +37,8 @@ pub(crate) fn run(args: &RunArgs, detached: bool, interrupts: &Interrupts) -> Re
         }
     };
     guest.workload()?;
+    check_backing(&args.backing, &guest, 1)?;
     let backing = args.backing.backing;
-    check_backing(backing, guest.memory_bytes, 1)?;
     let (host, jobs) = Host::new();
     let control = sockets::path_for(args.place.control.as_deref(), args.place.name.as_deref())?;
     let server = Server::start(&control, Arc::new(HostService(Arc::clone(&host))))?;
@@ -147,15 +147,11 @@ fn read(what: &str, path: &Path, memory: u64) -> Result<Vec<u8>, Failure> {
         let path = path.display();
         Failure::new(Exit::Usage, format!("the {what} {path} {why}"))
     };
-    let mut bytes = Vec::new();
-    File::open(path)
-        .and_then(|file| file.take(memory).read_to_end(&mut bytes))
-        .map_err(|e| refuse(format!("cannot be read: {e}")))?;
-    if bytes.len() as u64 >= memory {
-        let memory = size::human(memory);
-        return Err(refuse(format!(
-            "does not fit into {memory} of guest memory: choose a larger --memory"
-        )));
-    }
-    Ok(bytes)
+    read_regular_file(path, memory.saturating_sub(1)).map_err(|e| match e.kind() {
+        ErrorKind::FileTooLarge => refuse(format!(
+            "does not fit into {} of guest memory: choose a larger --memory",
+            size::human(memory)
+        )),
+        _ => refuse(format!("cannot be read: {e}")),
+    })
 }

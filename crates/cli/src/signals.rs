@@ -1,7 +1,9 @@
+#![expect(unsafe_code, reason = "installs signal handlers")]
 //! Counters of SIGINT, SIGTERM and SIGHUP.
 //!
 //! SIGINT and SIGTERM ask a command to stop. So does SIGHUP, unless it was ignored when the command
-//! started. The signals are counted, and every wait polls the count.
+//! started. The handlers count the signals themselves: two that come before any thread runs are
+//! two. Every wait polls the count.
 //!
 //! A process that owns a VM takes SIGHUP as a *hang-up* if it was started on a terminal, and
 //! otherwise it has no effect. A hang-up may come several times, by the kernel, a shell and the
@@ -14,7 +16,7 @@ use rustix::process::getsid;
 use rustix::stdio::stdin;
 use rustix::termios::{isatty, tcgetsid};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::low_level::register;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -37,25 +39,26 @@ impl Interrupts {
     pub(crate) fn install(owns_vm: bool) -> Result<Self, Failure> {
         let cannot = |e| Failure::os("cannot handle signals", e);
         let interrupts = Self::default();
-        let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(cannot)?;
-        let hears_hangups = !is_ignored(SIGHUP);
-        if hears_hangups {
-            signals.add_signal(SIGHUP).map_err(cannot)?;
-        }
         let on_terminal = is_on_terminal();
-        let counted = interrupts.clone();
-        std::thread::Builder::new()
-            .name("signals".into())
-            .spawn(move || {
-                for signal in &mut signals {
-                    if signal != SIGHUP || !owns_vm {
-                        counted.add();
-                    } else if on_terminal {
-                        counted.hang_up();
-                    }
+        let hears_hangups = !is_ignored(SIGHUP);
+        let heard = if hears_hangups {
+            &[SIGINT, SIGTERM, SIGHUP][..]
+        } else {
+            &[SIGINT, SIGTERM]
+        };
+        for &signal in heard {
+            let told = interrupts.clone();
+            let tell = move || {
+                if signal != SIGHUP || !owns_vm {
+                    told.add();
+                } else if on_terminal {
+                    told.hang_up();
                 }
-            })
-            .map_err(cannot)?;
+            };
+            // SAFETY: the handler is async-signal-safe (signal-safety(7)): it only changes an
+            // atomic that it owns. It neither allocates nor locks, and cannot panic.
+            unsafe { register(signal, tell) }.map_err(cannot)?;
+        }
         if owns_vm && on_terminal && hears_hangups {
             let told = interrupts.clone();
             // The kernel sends SIGHUP to the foreground only.

@@ -53,6 +53,10 @@ pub(crate) fn watch(args: &WatchArgs, interrupts: &Interrupts) -> Result<(), Fai
             };
             output::result(&format!("{start}{line}{end}"));
         }
+        // Nobody sees the rest.
+        if output::is_lost() {
+            return Ok(());
+        }
         let is_over = !matches!(
             status["state"].as_str(),
             Some("waiting" | "arriving" | "leaving")

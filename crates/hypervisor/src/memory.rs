@@ -59,7 +59,7 @@ use crate::region::SlotData;
 use crate::slots::{Found, MemslotReader};
 use crate::state::VmState;
 use crate::tlb::{Refill, Stores, Tlb};
-use pageferry_addr::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
+use pageferry_addr::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage, first_access};
 use pageferry_memslot::{OutOfMemory, Slot, SlotFlags};
 use pageferry_tdp::format::{Access, Format as _, MemoryType, Writes};
 use pageferry_tdp::ring::Producer;
@@ -498,14 +498,30 @@ pub(crate) fn target_of(
 }
 
 impl<R: MemslotReader> VcpuMemory<R> {
-    /// Stores bytes at `pointer`, which was translated for writing. All of them lie in its page.
+    /// Stores bytes at `pointer`, which was translated for writing, by accesses that are naturally
+    /// aligned. All of the bytes lie in its page.
     fn write_bytes(&self, pointer: *mut u8, bytes: &[u8]) {
         self.state
             .reservations
             .write(pointer as u64, bytes.len() as u64, || {
-                for (i, &byte) in bytes.iter().enumerate() {
-                    // SAFETY: a byte of the page that `pointer` was translated for.
-                    u8::store(unsafe { cell::<u8>(pointer.wrapping_add(i)) }, byte);
+                let (mut at, mut rest) = (pointer, bytes);
+                while !rest.is_empty() {
+                    let size = first_access(at as u64, rest.len() as u64);
+                    let (part, behind) = rest.split_at(size as usize);
+                    let mut value = [0; 8];
+                    value[..part.len()].copy_from_slice(part);
+                    let value = u64::from_le_bytes(value);
+                    // SAFETY: bytes of the page that `pointer` was translated for, naturally
+                    // aligned.
+                    unsafe {
+                        match size {
+                            1 => u8::store(cell::<u8>(at), value as u8),
+                            2 => u16::store(cell::<u16>(at), value as u16),
+                            4 => u32::store(cell::<u32>(at), value as u32),
+                            _ => u64::store(cell::<u64>(at), value),
+                        }
+                    }
+                    (at, rest) = (at.wrapping_add(part.len()), behind);
                 }
             });
     }

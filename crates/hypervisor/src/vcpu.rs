@@ -324,7 +324,11 @@ impl<M: Memslots> VcpuCore<M> {
         state
     }
 
-    /// Replaces the whole architectural state.
+    /// Replaces the whole architectural state. Interrupts that other threads have raised before end
+    /// here.
+    ///
+    /// To change a part of the state, use [`VcpuCore::hart_mut`]: an interrupt that is raised
+    /// between [`VcpuCore::state`] and this call would be lost.
     ///
     /// # Errors
     /// If no hart can be in `state`. The vCPU is then unchanged.

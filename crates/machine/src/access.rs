@@ -166,8 +166,9 @@ impl Extent {
 }
 
 impl GuestRam {
-    /// Copies bytes out, if all their pages are present. Each aligned word is untorn. Other words
-    /// may be of different times if the guest writes them meanwhile.
+    /// Copies bytes out, if all their pages are present. Each naturally aligned part of 2, 4 or 8
+    /// bytes is one access, so it is untorn. Different parts may be of different times if the guest
+    /// writes them meanwhile.
     ///
     /// ```
     /// use pageferry_addr::{Gpa, RamPage};
@@ -199,13 +200,19 @@ impl GuestRam {
     pub fn try_read(&self, at: impl Into<At>, into: &mut [u8]) -> Result<(), AccessError> {
         let extent = self.extent(at.into(), into.len() as u64)?;
         let _entered = self.enter_for(extent, Use::Read)?;
-        // SAFETY: (2) the pages are present; see the module's first lines.
-        let bytes = unsafe { self.unchecked() };
-        bytes.read_at(extent.page, extent.offset, into);
+        self.read_present(extent, into);
         Ok(())
     }
 
-    /// Copies bytes in, if all their pages are present, and puts the pages into the dirty log.
+    /// Copies `extent` out. The caller has entered the gate, and found its pages present.
+    pub(crate) fn read_present(&self, extent: Extent, into: &mut [u8]) {
+        // SAFETY: (2) the pages are present; see the module's first lines.
+        let bytes = unsafe { self.unchecked() };
+        bytes.read_at(extent.page, extent.offset, into);
+    }
+
+    /// Copies bytes in, if all their pages are present, and puts the pages into the dirty log. Each
+    /// naturally aligned part of 2, 4 or 8 bytes is one access: the guest finds it whole.
     ///
     /// A write that ends while a harvest runs is in that harvest or in the next. So a migration
     /// freezes the memory before its last harvest ([`GuestRam::freeze`]).
@@ -216,6 +223,12 @@ impl GuestRam {
     pub fn try_write(&self, at: impl Into<At>, from: &[u8]) -> Result<(), AccessError> {
         let extent = self.extent(at.into(), from.len() as u64)?;
         let _entered = self.enter_for(extent, Use::Write)?;
+        self.write_present(extent, from)
+    }
+
+    /// Copies `extent` in, by the rules of the engine, and marks its pages. The caller has entered
+    /// the gate, and found its pages present.
+    pub(crate) fn write_present(&self, extent: Extent, from: &[u8]) -> Result<(), AccessError> {
         // SAFETY: (1) the pages are present. So no thread places them, and no thread has a slice of
         // them: that takes a frozen machine. Other writers are volatile too.
         let bytes = unsafe { self.unchecked() };

@@ -31,7 +31,7 @@ pub struct AdoptedRegion {
 
 impl AdoptedRegion {
     /// The region of `bytes` bytes at a guest-physical address. They begin at `offset` in the
-    /// memfd. Regions may be parts of one memfd: clone its descriptor then.
+    /// memfd. Regions may be different parts of one memfd: clone its descriptor then.
     #[must_use]
     pub const fn new(start: Gpa, bytes: u64, fd: OwnedFd, offset: u64) -> Self {
         Self {
@@ -95,8 +95,9 @@ impl GuestRam {
     ///
     /// # Errors
     /// As [`RamLayout::new`]. [`MachineError::Adopt`] if a descriptor is no memfd, the memfds are
-    /// of several kinds, one is too small or cannot be sealed, or an offset is no multiple of its
-    /// page. When the host has no room for the mappings.
+    /// of several kinds, one is too small or cannot be sealed, an offset is no multiple of its page,
+    /// or two regions have bytes of a memfd in common. When the host has no room for the mappings.
+    /// Memfds may be sealed then.
     ///
     /// # Safety
     /// From now on, only two kinds of code write these bytes, by whatever mapping or descriptor:
@@ -108,8 +109,18 @@ impl GuestRam {
         let places: Vec<_> = regions.iter().map(|r| (r.start, r.bytes)).collect();
         let layout = RamLayout::new(&places)?;
         let mut backing = None;
+        let mut files = Vec::with_capacity(regions.len());
         for region in &regions {
-            let kind = check(region)?;
+            let (kind, file) = check(region)?;
+            let other = regions.iter().zip(&files).find(|(other, before)| {
+                **before == file
+                    && other.offset < region.offset + region.bytes
+                    && region.offset < other.offset + other.bytes
+            });
+            if let Some((other, _)) = other {
+                return Err(overlap(region, other));
+            }
+            files.push(file);
             if *backing.get_or_insert(kind) != kind {
                 return Err(refused(
                     region,
@@ -135,8 +146,23 @@ fn refused(region: &AdoptedRegion, why: impl std::fmt::Display) -> MachineError 
     MachineError::Adopt(format!("the region at {}: {why}", region.start))
 }
 
-/// Checks the memfd of a region and seals it. Returns its kind.
-fn check(region: &AdoptedRegion) -> Result<Backing, MachineError> {
+/// The error for a region that has bytes of `other`. A write of one would be no write of the other
+/// to the dirty log, and a migration would place such a page twice.
+fn overlap(region: &AdoptedRegion, other: &AdoptedRegion) -> MachineError {
+    let extent = |r: &AdoptedRegion| format!("{} to {}", r.offset, r.offset + r.bytes);
+    let why = format!(
+        "its bytes {} of the memfd are in part those of the region at {}, which has {}: each byte \
+         belongs to one region",
+        extent(region),
+        other.start,
+        extent(other)
+    );
+    refused(region, why)
+}
+
+/// Checks the memfd of a region and seals it. Returns its kind, and the device and inode that
+/// distinguish it from other memfds. The region ends inside the memfd, and so below 2^63.
+fn check(region: &AdoptedRegion) -> Result<(Backing, (u64, u64)), MachineError> {
     let os = |e| MachineError::os("cannot examine a memfd for guest memory", e);
     let system = rustix::fs::fstatfs(&region.fd).map_err(os)?;
     let huge = u64::try_from(system.f_bsize).unwrap_or_default();
@@ -160,7 +186,23 @@ fn check(region: &AdoptedRegion) -> Result<Backing, MachineError> {
         let why = format!("its offset {} is no multiple of {page}", region.offset);
         return Err(refused(region, why));
     }
-    let size = u64::try_from(rustix::fs::fstat(&region.fd).map_err(os)?.st_size).unwrap_or(0);
+    let no_memfd = |_| refused(region, "its descriptor is no memfd: use memfd_create(2)");
+    let seals = || rustix::fs::fcntl_get_seals(&region.fd).map_err(no_memfd);
+    // Shrinking would end in SIGBUS. The seal comes before the look at the size, so that the size
+    // stays large enough.
+    if !seals()?.contains(SealFlags::SHRINK) {
+        let _ = rustix::fs::fcntl_add_seals(&region.fd, SealFlags::SHRINK);
+    }
+    let seals = seals()?;
+    if !seals.contains(SealFlags::SHRINK) {
+        let why = "its memfd can shrink: create it with MFD_ALLOW_SEALING, or add F_SEAL_SHRINK";
+        return Err(refused(region, why));
+    }
+    if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
+        return Err(refused(region, "its memfd is sealed against writing"));
+    }
+    let stat = rustix::fs::fstat(&region.fd).map_err(os)?;
+    let size = u64::try_from(stat.st_size).unwrap_or(0);
     if region
         .offset
         .checked_add(region.bytes)
@@ -172,17 +214,5 @@ fn check(region: &AdoptedRegion) -> Result<Backing, MachineError> {
         );
         return Err(refused(region, why));
     }
-    let seals = rustix::fs::fcntl_get_seals(&region.fd)
-        .map_err(|_| refused(region, "its descriptor is no memfd: use memfd_create(2)"))?;
-    // Shrinking would end in SIGBUS.
-    if !seals.contains(SealFlags::SHRINK)
-        && rustix::fs::fcntl_add_seals(&region.fd, SealFlags::SHRINK).is_err()
-    {
-        let why = "its memfd can shrink: create it with MFD_ALLOW_SEALING, or add F_SEAL_SHRINK";
-        return Err(refused(region, why));
-    }
-    if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
-        return Err(refused(region, "its memfd is sealed against writing"));
-    }
-    Ok(backing)
+    Ok((backing, (stat.st_dev, stat.st_ino)))
 }

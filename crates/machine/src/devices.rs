@@ -15,11 +15,14 @@
 //!
 //! **Limits.** A write through a slice ends reservations just after its bytes. So an SC in between
 //! may succeed, unlike with [`GuestRam::try_write`]. A slice of a write-tracked page is refused, but
-//! a page may become tracked while a device holds its slice.
+//! a page may become tracked while a device holds its slice. Copies through a slice, also those by
+//! guest-physical address, are `vm-memory`'s. It promises single accesses only for up to 8 bytes
+//! that are aligned alike at both ends. Copies through a [`DeviceRegion`] tear no aligned part, like
+//! those of [`GuestRam::try_read`].
 //!
 //! **Neighbours.** `access` has the accessor on which this is built.
 
-use crate::access::At;
+use crate::access::{At, Extent};
 use crate::gate::Use;
 use crate::{AccessError, GuestRam, RamRegion};
 use pageferry_addr::{PAGE_SIZE, RamPage};
@@ -166,15 +169,36 @@ impl DeviceRegion {
         end.is_some_and(|end| end <= self.len())
     }
 
+    /// Brings the missing pages of `count` bytes from `offset` on.
+    fn ready(&self, offset: MemoryRegionAddress, count: usize) -> Result<Extent> {
+        self.lease.entered.clone().map_err(refused)?;
+        if !self.has(offset.0, count) {
+            return Err(Error::InvalidBackendAddress);
+        }
+        let ram = self.ram();
+        let at = At::Page(self.region.first, offset.0);
+        let extent = ram.extent(at, count as u64).map_err(refused)?;
+        while let Err(AccessError::Missing(page)) = ram.check_present(extent) {
+            ram.bring(page, extent, &*self.lease.memory.stop)
+                .map_err(refused)?;
+        }
+        Ok(extent)
+    }
+
+    /// At most `most` bytes from `addr`: as many as the region has there.
+    fn left(&self, addr: MemoryRegionAddress, most: usize) -> Result<usize> {
+        let left = self.len().checked_sub(addr.0);
+        let left = left.ok_or(Error::InvalidBackendAddress)?;
+        Ok(most.min(usize::try_from(left).unwrap_or(usize::MAX)))
+    }
+
     /// A slice of the bytes from `addr`, at most `most` of them.
     fn some(
         &self,
         addr: MemoryRegionAddress,
         most: usize,
     ) -> Result<VolatileSlice<'_, Written<'_>>> {
-        let left = self.len().checked_sub(addr.0);
-        let left = left.ok_or(Error::InvalidBackendAddress)?;
-        self.get_slice(addr, most.min(left as usize))
+        self.get_slice(addr, self.left(addr, most)?)
     }
 }
 
@@ -200,17 +224,8 @@ impl GuestMemoryRegion for DeviceRegion {
         offset: MemoryRegionAddress,
         count: usize,
     ) -> Result<VolatileSlice<'_, Written<'_>>> {
-        self.lease.entered.clone().map_err(refused)?;
-        if !self.has(offset.0, count) {
-            return Err(Error::InvalidBackendAddress);
-        }
+        let extent = self.ready(offset, count)?;
         let ram = self.ram();
-        let at = At::Page(self.region.first, offset.0);
-        let extent = ram.extent(at, count as u64).map_err(refused)?;
-        while let Err(AccessError::Missing(page)) = ram.check_present(extent) {
-            ram.bring(page, extent, &*self.lease.memory.stop)
-                .map_err(refused)?;
-        }
         // A slice may write, so it covers no tracked page.
         ram.store(extent, &mut |_| ()).map_err(refused)?;
         let start = self.region.first.byte_offset() + offset.0;
@@ -229,19 +244,26 @@ impl Bytes<MemoryRegionAddress> for DeviceRegion {
     type E = Error;
 
     fn write(&self, buf: &[u8], addr: MemoryRegionAddress) -> Result<usize> {
-        Ok(self.some(addr, buf.len())?.write(buf, 0)?)
+        let count = self.left(addr, buf.len())?;
+        self.write_slice(&buf[..count], addr)?;
+        Ok(count)
     }
 
     fn read(&self, buf: &mut [u8], addr: MemoryRegionAddress) -> Result<usize> {
-        Ok(self.some(addr, buf.len())?.read(buf, 0)?)
+        let count = self.left(addr, buf.len())?;
+        self.read_slice(&mut buf[..count], addr)?;
+        Ok(count)
     }
 
     fn write_slice(&self, buf: &[u8], addr: MemoryRegionAddress) -> Result<()> {
-        Ok(self.some(addr, buf.len())?.write_slice(buf, 0)?)
+        let extent = self.ready(addr, buf.len())?;
+        self.ram().write_present(extent, buf).map_err(refused)
     }
 
     fn read_slice(&self, buf: &mut [u8], addr: MemoryRegionAddress) -> Result<()> {
-        Ok(self.some(addr, buf.len())?.read_slice(buf, 0)?)
+        let extent = self.ready(addr, buf.len())?;
+        self.ram().read_present(extent, buf);
+        Ok(())
     }
 
     fn read_volatile_from<F: ReadVolatile>(

@@ -10,6 +10,7 @@
 //! **Neighbours.** The soft engine is built from these calls, and KVM from the parts behind them.
 
 use crate::{ArmOptions, GuestRam, MachineError};
+use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 
@@ -42,6 +43,21 @@ impl GuestRam {
     /// Lets the VMM's accesses in again: every page whose missing bit is clear has its final bytes.
     pub fn begin(&self) {
         self.gate.begin();
+    }
+
+    /// Checks that all pages have their final bytes, so that the VM may move on.
+    ///
+    /// # Errors
+    /// When a migration to here has begun, and has not brought every page.
+    pub fn check_whole(&self) -> Result<(), MachineError> {
+        let here = self.try_read(RamPage(0), &mut []).is_ok();
+        let missing = self.gate.missing().and_then(|missing| missing.next_set(0));
+        if here && missing.is_none() {
+            return Ok(());
+        }
+        Err(MachineError::WrongState(
+            "pages of this VM are missing: wait until the migration that brings them is complete",
+        ))
     }
 
     /// Does [`GuestRam::begin`], when no page is missing any more.

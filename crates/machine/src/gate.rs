@@ -4,11 +4,12 @@
 //! under way. Until it opens the gate again, no access gets in.
 //!
 //! **Mechanism.** One atomic word has the numbers of reads and of writes under way, and two flags.
-//! An access counts itself by one read-modify-write, which also returns the flags. A closing thread
-//! sets its flag by one read-modify-write. Then it waits until the count of what it keeps out is 0.
-//! The changes of one word are in one total order. So an access that comes behind the flag sees it
-//! and leaves, and the closing thread sees the count of each access that came before. Reads that go
-//! on do not delay a thread that keeps writes out.
+//! An access counts itself by one compare-exchange from a value whose flags let it in. A closing
+//! thread sets its flag by one read-modify-write. Then it waits until the count of what it keeps out
+//! is 0. The changes of one word are in one total order. So an access that comes behind the flag
+//! sees it and is refused, and the closing thread sees the count of each access that came before.
+//! Reads that go on do not delay a thread that keeps writes out. Neither do refused accesses, as
+//! they change nothing.
 //!
 //! | flag | set | lets in |
 //! |---|---|---|
@@ -56,17 +57,26 @@ pub(crate) struct Gate {
 impl Gate {
     /// Lets an access in. It is under way until [`Gate::leave`].
     pub(crate) fn enter(&self, access: Use) -> Result<(), AccessError> {
-        // Acquire: an access that gets in finds the bytes and bits from before the gate was opened.
-        let state = self.state.fetch_add(access as u64, Ordering::Acquire);
-        let refused = if state & RECEIVING != 0 {
-            AccessError::Receiving
-        } else if state & FROZEN != 0 && access == Use::Write {
-            AccessError::Frozen
-        } else {
-            return Ok(());
-        };
-        self.leave(access);
-        Err(refused)
+        let mut state = self.state.load(Ordering::Relaxed);
+        loop {
+            if state & RECEIVING != 0 {
+                return Err(AccessError::Receiving);
+            }
+            if state & FROZEN != 0 && access == Use::Write {
+                return Err(AccessError::Frozen);
+            }
+            // Acquire: an access that gets in finds the bytes and bits from before the gate was
+            // opened.
+            match self.state.compare_exchange_weak(
+                state,
+                state + access as u64,
+                Ordering::Acquire,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return Ok(()),
+                Err(now) => state = now,
+            }
+        }
     }
 
     /// Ends an access.
@@ -139,6 +149,42 @@ impl Gate {
     fn open(&self, flag: u64) {
         // Release: pairs with `enter`.
         self.state.fetch_and(!flag, Ordering::Release);
+    }
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+
+    /// Threads that are refused, and that try again at once, are not under way.
+    #[test]
+    fn refused_accesses_do_not_delay_a_thread_that_closes_the_gate() {
+        let gate = Gate::default();
+        let stop = pageferry_testkit::Stop::new();
+        std::thread::scope(|scope| {
+            let _stop = stop.on_drop();
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    while !stop.is_stopped() {
+                        if gate.enter(Use::Write).is_ok() {
+                            gate.leave(Use::Write);
+                        }
+                    }
+                });
+            }
+            gate.freeze().unwrap();
+            for _ in 0..1_000_000 {
+                let writes = gate.state.load(Ordering::Relaxed) & WRITES;
+                assert_eq!(writes, 0, "a refused write counted itself");
+            }
+            gate.thaw();
+            let missing = Arc::new(PageBitmap::new(1));
+            gate.arm(&missing, || Ok(())).unwrap();
+            for _ in 0..1_000_000 {
+                let inside = gate.state.load(Ordering::Relaxed) & (READS | WRITES);
+                assert_eq!(inside, 0, "a refused access counted itself");
+            }
+        });
     }
 }
 

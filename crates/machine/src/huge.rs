@@ -50,11 +50,11 @@ pub(crate) fn collapse(ram: &GuestRam, mapping: Hva, first: RamPage) -> Collapse
         return Collapsed::Huge;
     }
     let pages = PageSize::Size2M.pages();
-    if !ram.is_resident(first, pages).unwrap_or(false) {
+    if !ram.is_allocated(first, pages).unwrap_or(false) {
         return Collapsed::Incomplete;
     }
     let at = (mapping.0 + first.byte_offset()) as *mut _;
-    // SAFETY: `is_resident` checked that the range is RAM, and the mapping has all of RAM.
+    // SAFETY: `is_allocated` checked that the range is RAM, and the mapping has all of RAM.
     // Collapsing changes no byte.
     match unsafe { libc::madvise(at, PageSize::Size2M.bytes() as usize, MADV_COLLAPSE) } {
         0 => Collapsed::Huge,

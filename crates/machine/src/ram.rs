@@ -133,6 +133,13 @@ fn data_after(fd: BorrowedFd<'_>, offset: u64) -> Result<Option<u64>, MachineErr
     }
 }
 
+/// Whether no page of a file has memory.
+fn is_empty(fd: BorrowedFd<'_>) -> Result<bool, MachineError> {
+    let stat = rustix::fs::fstat(fd);
+    let stat = stat.map_err(|e| MachineError::os("cannot examine the file of guest memory", e))?;
+    Ok(stat.st_blocks == 0)
+}
+
 /// A sealed memfd of `bytes` bytes.
 fn memfd(bytes: u64, flags: MemfdFlags) -> Result<OwnedFd, MachineError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | flags;
@@ -336,11 +343,11 @@ impl GuestRam {
     }
 
     /// The next pages at or behind `from` that have memory: the first of them, and at most
-    /// `most - 1` that follow and are not swapped out. The pages before them are zero, and reading
-    /// those would allocate them. It takes time for `most` pages and for the hole.
+    /// `most - 1` that follow. The pages before them are zero, and reading those would allocate
+    /// them. It takes time for `most` pages, each of which is a system call, and for the hole.
     ///
-    /// All memory of a pool counts: its files have no holes to find. So does all private memory:
-    /// reading its holes allocates nothing.
+    /// Once a file of a pool has any page, all of the file counts: the kernel finds no holes in it.
+    /// All private memory counts: reading its holes allocates nothing.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -359,8 +366,12 @@ impl GuestRam {
         let mut next = from.0;
         let mut found = None;
         for (fd, offset, pages) in self.files(from, self.pages() - from.0) {
-            // Not SEEK_HOLE: it would look at all the memory up to the next hole.
-            let data = data_after(fd, offset)?.map_or(pages, |data| (data - offset) / PAGE_SIZE);
+            let data = if self.backing().is_hugetlb() && is_empty(fd)? {
+                pages
+            } else {
+                // Not SEEK_HOLE: it would look at all the memory up to the next hole.
+                data_after(fd, offset)?.map_or(pages, |data| (data - offset) / PAGE_SIZE)
+            };
             if data < pages {
                 found = Some(bounded(next + data));
                 break;
@@ -373,9 +384,9 @@ impl GuestRam {
         if self.backing().is_hugetlb() {
             return Ok(Some(pages));
         }
-        let resident = self.resident(RamPage(pages.start), pages.end - pages.start)?;
-        let first = resident.iter().skip(1).take_while(|page| **page & 1 == 1);
-        Ok(Some(pages.start..pages.start + 1 + first.count() as u64))
+        let behind = RamPage(pages.start + 1);
+        let more = self.allocated(behind, pages.end - behind.0)?;
+        Ok(Some(pages.start..behind.0 + more))
     }
 
     /// Whether none of `pages` pages from `first` has memory, as far as [`Self::next_allocated`]
@@ -396,35 +407,32 @@ impl GuestRam {
         Ok(true)
     }
 
-    /// Whether all of `pages` pages from `first` are in memory.
+    /// Whether all of `pages` pages from `first` have memory, or are swapped out.
     ///
     /// # Errors
     /// When the kernel refuses.
-    pub(crate) fn is_resident(&self, first: RamPage, pages: u64) -> Result<bool, MachineError> {
-        let resident = self.resident(first, pages)?;
-        Ok(resident.iter().all(|page| page & 1 == 1))
+    pub(crate) fn is_allocated(&self, first: RamPage, pages: u64) -> Result<bool, MachineError> {
+        Ok(self.allocated(first, pages)? == pages)
     }
 
-    /// A byte for each of `pages` pages from `first`. Its lowest bit says that the page is in
-    /// memory.
-    fn resident(&self, first: RamPage, pages: u64) -> Result<Vec<u8>, MachineError> {
-        let at = self.alias(first, pages);
-        let mut resident = vec![0_u8; pages as usize];
-        // SAFETY: `alias` checked the range, and the kernel writes a byte for each of its pages.
-        let told = unsafe {
-            libc::mincore(
-                at.cast(),
-                (pages * PAGE_SIZE) as usize,
-                resident.as_mut_ptr(),
-            )
-        };
-        if told == 0 {
-            return Ok(resident);
+    /// The number of pages from `first` on that have memory, without a hole. It is at most `pages`.
+    ///
+    /// It asks for each page. SEEK_HOLE would look at all the memory up to the next hole. mincore(2)
+    /// is refused by systemd's `@system-service` and by many other filters.
+    fn allocated(&self, first: RamPage, pages: u64) -> Result<u64, MachineError> {
+        self.offset(first, pages);
+        let mut found = 0;
+        for (fd, offset, pages) in self.files(first, pages) {
+            for page in 0..pages {
+                let at = offset + page * PAGE_SIZE;
+                // The data of a huge page may begin before this page.
+                if data_after(fd, at)? != Some(at) {
+                    return Ok(found);
+                }
+                found += 1;
+            }
         }
-        Err(MachineError::os(
-            "cannot find the resident pages of guest memory",
-            std::io::Error::last_os_error(),
-        ))
+        Ok(found)
     }
 }
 
@@ -501,16 +509,16 @@ mod tests {
     }
 
     #[test]
-    fn holes_and_resident_pages_are_told_apart() {
+    fn holes_and_allocated_pages_are_told_apart() {
         let ram = ram(600);
         assert!(ram.is_hole(RamPage(0), 600).unwrap());
         ram.try_write(RamPage(5), &[1; 4096]).unwrap();
         assert!(ram.is_hole(RamPage(0), 5).unwrap() && ram.is_hole(RamPage(6), 594).unwrap());
         assert!(!ram.is_hole(RamPage(0), 6).unwrap());
-        assert!(ram.is_resident(RamPage(5), 1).unwrap());
-        assert!(!ram.is_resident(RamPage(5), 2).unwrap());
+        assert!(ram.is_allocated(RamPage(5), 1).unwrap());
+        assert!(!ram.is_allocated(RamPage(5), 2).unwrap());
         ram.allocate().unwrap();
-        assert!(ram.is_resident(RamPage(0), 600).unwrap());
+        assert!(ram.is_allocated(RamPage(0), 600).unwrap());
     }
 
     #[test]

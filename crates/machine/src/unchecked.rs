@@ -8,12 +8,13 @@
 //! siblings, in `access`) is built on it.
 //!
 //! A guest may write any byte at any time. So no call here returns a Rust reference to guest
-//! memory: copies go through volatile words ([`UncheckedRam::read`], [`UncheckedRam::write`]), or
-//! through raw pointers given to system calls ([`UncheckedRam::alias`]). A caller that needs a
-//! stable view (checksums) copies first, or reads a VM whose vCPUs are parked.
+//! memory: copies go through volatile accesses ([`UncheckedRam::read`], [`UncheckedRam::write`]), or
+//! through raw pointers given to system calls ([`UncheckedRam::alias`]). A copy tears no naturally
+//! aligned part of 2, 4 or 8 bytes. A caller that needs a stable view (checksums) copies first, or
+//! reads a VM whose vCPUs are parked.
 
 use crate::{Backing, GuestRam, MachineError};
-use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_addr::{PAGE_SIZE, RamPage, first_access};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::mm::Advice;
 
@@ -80,8 +81,9 @@ impl UncheckedRam<'_> {
         self.alias(page, pages).wrapping_add(offset as usize)
     }
 
-    /// Copies one page out, word by word. Each aligned word is untorn. The page as a whole may mix
-    /// bytes from before and after a write that a running guest makes meanwhile.
+    /// Copies one page out. Each naturally aligned part of 2, 4 or 8 bytes is one access, so it is
+    /// untorn. The page as a whole may mix bytes from before and after a write that a running guest
+    /// makes meanwhile.
     pub fn read(&self, page: RamPage, into: &mut [u8; PAGE_SIZE as usize]) {
         self.read_at(page, 0, into);
     }
@@ -97,31 +99,27 @@ impl UncheckedRam<'_> {
     )]
     pub fn read_at(&self, page: RamPage, offset: u64, into: &mut [u8]) {
         let from = self.bytes(page, offset, into.len());
-        let read_bytes = |at: *mut u8, into: &mut [u8]| {
-            for (i, byte) in into.iter_mut().enumerate() {
-                // SAFETY: the bytes lie in the mapping: `bytes` checked the whole extent. The read
-                // is volatile, so a concurrent writer outside Rust's view is tolerated, and no
-                // reference exists.
-                *byte = unsafe { at.add(i).read_volatile() };
-            }
-        };
         let (head, rest) = into.split_at_mut(from.align_offset(8).min(into.len()));
-        read_bytes(from, head);
+        // SAFETY: the bytes lie in the mapping: `bytes` checked the whole extent.
+        unsafe { read_parts(from, head) };
         let at = from.wrapping_add(head.len());
         let (words, tail) = rest.as_chunks_mut::<8>();
         for (i, word) in words.iter_mut().enumerate() {
-            // SAFETY: as above, and `at` is aligned to words.
+            // SAFETY: as above, and `at` is aligned to words. The read is volatile, so a concurrent
+            // writer outside Rust's view is tolerated, and no reference exists.
             *word = unsafe { at.cast::<u64>().add(i).read_volatile() }.to_ne_bytes();
         }
-        read_bytes(at.wrapping_add(words.len() * 8), tail);
+        // SAFETY: as above.
+        unsafe { read_parts(at.wrapping_add(words.len() * 8), tail) };
     }
 
-    /// Copies one page in, word by word.
+    /// Copies one page in, by accesses as those of [`UncheckedRam::read`].
     pub fn write(&self, page: RamPage, bytes: &[u8; PAGE_SIZE as usize]) {
         self.write_at(page, 0, bytes);
     }
 
-    /// Copies `bytes` in at `offset` bytes into `page`. They may reach into the following pages.
+    /// Copies `bytes` in at `offset` bytes into `page`, as [`UncheckedRam::write`] does. They may
+    /// reach into the following pages.
     ///
     /// # Panics
     /// If they leave RAM.
@@ -131,24 +129,19 @@ impl UncheckedRam<'_> {
     )]
     pub fn write_at(&self, page: RamPage, offset: u64, bytes: &[u8]) {
         let to = self.bytes(page, offset, bytes.len());
-        let write_bytes = |at: *mut u8, bytes: &[u8]| {
-            for (i, byte) in bytes.iter().enumerate() {
-                // SAFETY: the bytes lie in the mapping: `bytes` checked the whole extent. The write
-                // is volatile.
-                unsafe { at.add(i).write_volatile(*byte) };
-            }
-        };
         let (head, rest) = bytes.split_at(to.align_offset(8).min(bytes.len()));
-        write_bytes(to, head);
+        // SAFETY: the bytes lie in the mapping: `bytes` checked the whole extent.
+        unsafe { write_parts(to, head) };
         let (words, tail) = rest.as_chunks::<8>();
         let at = to.wrapping_add(head.len());
         for (i, word) in words.iter().enumerate() {
             // SAFETY: as above, and `at` is aligned to words.
             let at = unsafe { at.cast::<u64>().add(i) };
-            // SAFETY: as above.
+            // SAFETY: as above. The write is volatile.
             unsafe { at.write_volatile(u64::from_ne_bytes(*word)) };
         }
-        write_bytes(at.wrapping_add(words.len() * 8), tail);
+        // SAFETY: as above.
+        unsafe { write_parts(at.wrapping_add(words.len() * 8), tail) };
     }
 
     /// Makes the page read as zero. Its memory stays allocated.
@@ -182,5 +175,66 @@ impl UncheckedRam<'_> {
                 .try_for_each(|(fd, offset, pages)| fallocate(fd, flags, offset, pages * PAGE_SIZE))
         };
         freed.map_err(|e| MachineError::os("cannot punch a hole into guest memory", e))
+    }
+}
+
+/// The number of bytes of the first access of a copy of `bytes` bytes at `at`.
+fn part(at: *mut u8, bytes: usize) -> usize {
+    first_access(at.addr() as u64, bytes as u64) as usize
+}
+
+/// Copies the bytes at `from` out, which begin or end inside a word.
+///
+/// # Safety
+/// As many bytes as `into` has are mapped at `from`.
+#[expect(clippy::cast_ptr_alignment, reason = "`part` aligns each access")]
+unsafe fn read_parts(mut from: *mut u8, mut into: &mut [u8]) {
+    while !into.is_empty() {
+        let (part, rest) = into.split_at_mut(part(from, into.len()));
+        match part {
+            // SAFETY: the caller promises that the bytes are mapped, and `part` aligns them. The
+            // read is volatile: the guest may write meanwhile.
+            [byte] => *byte = unsafe { from.read_volatile() },
+            [_, _] => {
+                // SAFETY: as above.
+                let value = unsafe { from.cast::<u16>().read_volatile() };
+                part.copy_from_slice(&value.to_ne_bytes());
+            }
+            [_, _, _, _] => {
+                // SAFETY: as above.
+                let value = unsafe { from.cast::<u32>().read_volatile() };
+                part.copy_from_slice(&value.to_ne_bytes());
+            }
+            _ => unreachable!("whole words are no part of a head or a tail"),
+        }
+        (from, into) = (from.wrapping_add(part.len()), rest);
+    }
+}
+
+/// Copies `bytes` in at `to`, which begin or end inside a word.
+///
+/// # Safety
+/// As many bytes as `bytes` has are mapped at `to`.
+#[expect(clippy::cast_ptr_alignment, reason = "`part` aligns each access")]
+unsafe fn write_parts(mut to: *mut u8, mut bytes: &[u8]) {
+    while !bytes.is_empty() {
+        let (part, rest) = bytes.split_at(part(to, bytes.len()));
+        match *part {
+            // SAFETY: the caller promises that the bytes are mapped, and `part` aligns them. The
+            // write is volatile: the guest may access them meanwhile.
+            [byte] => unsafe { to.write_volatile(byte) },
+            [a, b] => {
+                let value = u16::from_ne_bytes([a, b]);
+                // SAFETY: as above.
+                unsafe { to.cast::<u16>().write_volatile(value) };
+            }
+            [a, b, c, d] => {
+                let value = u32::from_ne_bytes([a, b, c, d]);
+                // SAFETY: as above.
+                unsafe { to.cast::<u32>().write_volatile(value) };
+            }
+            _ => unreachable!("whole words are no part of a head or a tail"),
+        }
+        (to, bytes) = (to.wrapping_add(part.len()), rest);
     }
 }

@@ -40,6 +40,10 @@ pub trait Vcpus: Send + Sync {
     /// Replaces the states of all vCPUs of a paused VM. The bytes come from another process. So all
     /// are decoded before any vCPU changes.
     ///
+    /// A migration calls this before the guest runs. So the call must not wait for guest memory: a
+    /// page that is missing comes only afterwards. A system call that touches memory for the guest,
+    /// such as `KVM_SET_MSRS` with the guest's clock, waits for the first run of the vCPU.
+    ///
     /// # Errors
     /// When the number of states is not the number of vCPUs, or a state is refused. No vCPU should
     /// run then.

@@ -13,7 +13,7 @@ pub struct Limits {
     /// The largest slot, in pages.
     pub max_slot_pages: u64,
     /// The first frame that no slot may hold: one past the last frame that the second-stage tables
-    /// can map.
+    /// can map. The default allows all frames, so set it to the limit of the tables in use.
     pub gfn_limit: Gfn,
     /// Whether readers of an address space share the slot that they found last, besides remembering
     /// it themselves. This suits short-lived readers that mostly use one slot. It harms readers

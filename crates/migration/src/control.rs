@@ -2,22 +2,32 @@
 //!
 //! **Guarantee.** No call waits. A frame that arrives in pieces is decoded when it is complete.
 //! Frames that the peer does not take yet are kept in order. So a supervisor hears its peer while
-//! it has much to say, and says `Alive` in time on its other channels.
+//! it has much to say, and says `Alive` in time on its other channels. What a peer makes this side
+//! keep is bounded: an answer beyond [`MAX_ANSWERS`] is an error, and so is a first frame that is
+//! longer than any that opens a session.
 
 use crate::channel::{ChannelError, Connection};
 use crate::error::MigrationError;
+use crate::handshake::Origin;
 use crate::outbox::Outbox;
+use crate::protocol_error::ProtocolError;
 use crate::session::Generation;
 use crate::wire::{
     Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DEVICE_STATES_BYTES, Role, Side, WireError,
 };
-use rustix::event::PollFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The bytes that one receive takes.
 const RECEIVE_BYTES: usize = 64 << 10;
+/// The most bytes that one call receives without a frame for its caller. More are left for the next
+/// call, so that a peer that only says `Alive` holds nobody up.
+const RECEIVE_LIMIT: usize = 16 * RECEIVE_BYTES;
+/// The most bytes of answers that a peer leaves unread, beside those in the socket's buffers. No
+/// peer that reads comes near.
+pub(crate) const MAX_ANSWERS: usize = 256 << 10;
 /// The longest wait of a side that has ended for the peer to read its last frame.
 const LAST_FRAME_LIMIT: Duration = Duration::from_millis(200);
 
@@ -33,6 +43,8 @@ pub(crate) struct ControlLink {
     scratch: Vec<u8>,
     input: Vec<u8>,
     decoded: usize,
+    /// Whether the last receive stopped at its limit.
+    more: bool,
     heard: Instant,
 }
 
@@ -54,6 +66,7 @@ impl ControlLink {
             scratch: Vec::new(),
             input: Vec::new(),
             decoded: 0,
+            more: false,
             heard: Instant::now(),
         }
     }
@@ -70,6 +83,39 @@ impl ControlLink {
 
     pub(crate) fn peer(&self) -> &str {
         self.connection.peer()
+    }
+
+    pub(crate) fn origin(&self) -> Origin {
+        self.connection.origin()
+    }
+
+    pub(crate) fn connection(&self) -> Arc<Connection> {
+        Arc::clone(&self.connection)
+    }
+
+    /// The connection, unless other threads have it too: then it is shut down.
+    pub(crate) fn into_connection(self) -> Option<Connection> {
+        Arc::try_unwrap(self.connection)
+            .inspect_err(|shared| shared.shutdown())
+            .ok()
+    }
+
+    /// Whether the next receive may find more than the descriptor shows.
+    pub(crate) fn has_more(&self) -> bool {
+        self.more
+    }
+
+    /// Whether bytes have arrived that no receive has taken.
+    pub(crate) fn has_unread(&self) -> bool {
+        let mut fds = [PollFd::new(&*self.connection, PollFlags::IN)];
+        self.more
+            || self.connection.has_pending()
+            || poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    }
+
+    /// The bytes that the connection has not accepted.
+    pub(crate) fn waiting(&self) -> usize {
+        self.out.waiting()
     }
 
     /// The time since the last byte from the peer.
@@ -100,6 +146,45 @@ impl ControlLink {
         self.flush()
     }
 
+    /// As [`Self::send`], for a frame that the peer has caused.
+    ///
+    /// # Errors
+    /// [`ProtocolError::Unread`] if the peer has left too many of them unread.
+    pub(crate) fn answer(&mut self, frame: &Frame) -> Result<(), MigrationError> {
+        if self.out.waiting() > MAX_ANSWERS {
+            return Err(ProtocolError::Unread.into());
+        }
+        self.send(frame)
+    }
+
+    /// As [`Self::send`], and waits until the peer has taken most of it: for frames that are too
+    /// many to be kept.
+    ///
+    /// # Errors
+    /// [`MigrationError::Timeout`] if the peer takes nothing for as long as `patience`.
+    pub(crate) fn send_slowly(
+        &mut self,
+        frame: &Frame,
+        patience: Duration,
+    ) -> Result<(), MigrationError> {
+        let nap = Timespec {
+            tv_sec: 0,
+            tv_nsec: 10_000_000,
+        };
+        self.send(frame)?;
+        let began = Instant::now();
+        while self.out.waiting() > MAX_ANSWERS {
+            if self.out.silence().min(began.elapsed()) > patience {
+                return Err(MigrationError::Timeout(
+                    "the control channel to take a frame",
+                ));
+            }
+            let _ = poll(&mut [PollFd::new(self, PollFlags::OUT)], Some(&nap));
+            self.flush()?;
+        }
+        Ok(())
+    }
+
     /// Sends as much as the peer takes now.
     pub(crate) fn flush(&mut self) -> Result<(), MigrationError> {
         self.out.flush(&self.connection)
@@ -115,12 +200,18 @@ impl ControlLink {
 
     /// Returns the next frame that has arrived, except `Alive`.
     pub(crate) fn receive(&mut self) -> Result<Option<Frame>, MigrationError> {
+        let mut received = 0;
+        self.more = false;
         loop {
             if let Some(frame) = self.decode()? {
                 if frame == Frame::Alive {
                     continue;
                 }
                 return Ok(Some(frame));
+            }
+            if received >= RECEIVE_LIMIT {
+                self.more = true;
+                return Ok(None);
             }
             self.input.drain(..self.decoded);
             self.decoded = 0;
@@ -133,7 +224,7 @@ impl ControlLink {
                 .truncate(filled + got.as_ref().ok().copied().flatten().unwrap_or(0));
             match got {
                 Ok(None) => return Ok(None),
-                Ok(Some(_)) => {}
+                Ok(Some(got)) => received += got,
                 Err(ChannelError::Closed { .. }) if filled > 0 => {
                     let got = filled as u64;
                     let error = WireError::Truncated {
@@ -163,6 +254,15 @@ impl ControlLink {
             return Ok(None);
         };
         let header = FrameHeader::decode(head, self.from, Role::Control)?;
+        // Before set-up, nobody knows the peer.
+        if self.memory_pages == 0 && header.payload_len > FrameType::Setup.payload_bounds().1 {
+            return Err(WireError::TooLong {
+                what: header.frame_type.name(),
+                len: header.payload_len.into(),
+                max: FrameType::Setup.payload_bounds().1.into(),
+            }
+            .into());
+        }
         let (brought, max) = self.device_bytes;
         let mut device_bytes = brought;
         if header.frame_type == FrameType::DeviceState {

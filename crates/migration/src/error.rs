@@ -173,6 +173,7 @@ impl MigrationError {
     pub(crate) fn wire_code(&self) -> ErrorCode {
         match self {
             Self::Wire(_) | Self::Protocol(_) => ErrorCode::Protocol,
+            Self::Channel(ChannelError::Tls(error)) if error.is_damage() => ErrorCode::Protocol,
             Self::Mismatch(_) => ErrorCode::SetupRefused,
             Self::Machine(_) | Self::Device { .. } => ErrorCode::Machine,
             Self::Os { .. } | Self::OutOfMemory(_) => ErrorCode::Resources,

@@ -48,7 +48,7 @@ mod model;
 
 pub use queue::ReceiptError;
 
-use crate::sync::{AtomicI64, Mutex, MutexGuard, Ordering};
+use crate::sync::{AtomicI64, AtomicU64, Mutex, MutexGuard, Ordering};
 use core::ops::Range;
 use pageferry_addr::RamPage;
 use pageferry_userfault::{OutOfMemory, PageBitmap};
@@ -86,6 +86,9 @@ pub(crate) struct Ledger {
     in_flight_count: AtomicI64,
     /// Set bits of both. A count of its own, since a page may move while a thread adds two counts.
     unacknowledged: AtomicI64,
+    /// The bytes of the pages that the destination has acknowledged, each as often as it was sent.
+    /// A figure for people: nothing is decided by it, so its order does not matter.
+    acknowledged_bytes: AtomicU64,
     queues: Box<[Mutex<Queue>]>,
 }
 
@@ -101,6 +104,7 @@ impl Ledger {
             unsent_count: AtomicI64::new(0),
             in_flight_count: AtomicI64::new(0),
             unacknowledged: AtomicI64::new(0),
+            acknowledged_bytes: AtomicU64::new(0),
             queues: (0..channels).map(|_| Mutex::default()).collect(),
         })
     }
@@ -202,13 +206,24 @@ impl Ledger {
         }
     }
 
-    /// Notes that the next message of `channel` has these pages, which the caller has claimed. The
-    /// caller writes the message afterwards: its receipt may come before the write returns.
+    /// The number of messages of `channel` without a receipt.
+    pub(crate) fn without_receipt(&self, channel: usize) -> usize {
+        self.queue(channel).len()
+    }
+
+    /// Notes that the next message of `channel` has these pages, which the caller has claimed, and
+    /// so many bytes of them: a zero page has none. The caller writes the message afterwards: its
+    /// receipt may come before the write returns.
     ///
     /// # Panics
     /// If there is no such channel. So do all calls that take one.
-    pub(crate) fn sent(&self, channel: usize, runs: impl IntoIterator<Item = Range<usize>>) {
-        self.queue(channel).push(runs);
+    pub(crate) fn sent(
+        &self,
+        channel: usize,
+        runs: impl IntoIterator<Item = Range<usize>>,
+        bytes: u64,
+    ) {
+        self.queue(channel).push(runs, bytes);
     }
 
     /// Takes a receipt: the pages of the first `upto` messages of `channel` are in place.
@@ -268,12 +283,14 @@ impl Ledger {
                 return Err(TakesBack { page });
             }
         }
-        for queue in &mut queues {
-            **queue = Queue::default();
-        }
         clear_all(&self.in_flight);
         clear_all(&self.unsent);
         let count: usize = runs.map(|run| self.unsent.set_range(run)).sum();
+        for queue in &mut queues {
+            // A message whose receipt was lost with its channel.
+            self.acknowledge_bytes(queue.bytes_of(|run| self.has_none_unsent(run)));
+            **queue = Queue::default();
+        }
         self.in_flight_count.store(0, Ordering::SeqCst);
         self.unsent_count.store(count as i64, Ordering::SeqCst);
         self.unacknowledged.store(count as i64, Ordering::SeqCst);
@@ -282,12 +299,7 @@ impl Ledger {
 
     /// The runs of unsent pages. While nothing is in flight, these are the missing pages.
     pub(crate) fn unsent_runs(&self) -> impl Iterator<Item = Range<u64>> {
-        let mut at = 0;
-        core::iter::from_fn(move || {
-            let run = self.unsent.next_run(at, usize::MAX)?;
-            at = run.end;
-            Some(run.start as u64..run.end as u64)
-        })
+        runs(&self.unsent, 0)
     }
 
     /// The number of unsent pages, with those that are also in flight.
@@ -304,6 +316,22 @@ impl Ledger {
     /// counts twice.
     pub(crate) fn unacknowledged(&self) -> u64 {
         at_least_none(self.unacknowledged.load(Ordering::SeqCst))
+    }
+
+    /// The bytes of pages that the destination has acknowledged so far. Bytes that were sent and got
+    /// lost do not count.
+    pub(crate) fn acknowledged_bytes(&self) -> u64 {
+        self.acknowledged_bytes.load(Ordering::Relaxed)
+    }
+
+    fn acknowledge_bytes(&self, bytes: u64) {
+        self.acknowledged_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn has_none_unsent(&self, run: &Range<usize>) -> bool {
+        self.unsent
+            .next_run(run.start, 1)
+            .is_none_or(|unsent| unsent.start >= run.end)
     }
 
     fn queue(&self, channel: usize) -> MutexGuard<'_, Queue> {
@@ -354,7 +382,7 @@ impl Ledger {
     /// Acknowledges the pages of the messages up to `upto`.
     fn release(&self, queue: &mut Queue, upto: u64) -> Released {
         let mut released = Released::default();
-        queue.take(upto, |run| {
+        let bytes = queue.take(upto, |run| {
             for (word, mask) in masks(run) {
                 self.in_flight.take_word(word, mask);
                 released.pages += u64::from(mask.count_ones());
@@ -364,8 +392,18 @@ impl Ledger {
         let pages = released.pages as i64;
         self.in_flight_count.fetch_sub(pages, Ordering::SeqCst);
         self.unacknowledged.fetch_sub(pages, Ordering::SeqCst);
+        self.acknowledge_bytes(bytes);
         released
     }
+}
+
+/// The runs of pages from `at` on whose bits are set.
+pub(crate) fn runs(pages: &PageBitmap, mut at: usize) -> impl Iterator<Item = Range<u64>> + Clone {
+    core::iter::from_fn(move || {
+        let run = pages.next_run(at, usize::MAX)?;
+        at = run.end;
+        Some(run.start as u64..run.end as u64)
+    })
 }
 
 /// A count that lags behind may be below zero for a moment.
@@ -397,7 +435,7 @@ fn first_stretch(bits: u64) -> (u64, usize) {
 }
 
 /// Clears all bits. It loads no word of a part that has none.
-fn clear_all(bitmap: &PageBitmap) {
+pub(crate) fn clear_all(bitmap: &PageBitmap) {
     let mut at = 0;
     while let Some(run) = bitmap.next_run(at, usize::MAX) {
         bitmap.clear_range(run.clone());

@@ -35,6 +35,7 @@ mod destination;
 #[doc(hidden)]
 pub mod devices;
 mod error;
+mod file;
 #[doc(hidden)]
 pub mod handshake;
 mod latency;
@@ -44,6 +45,7 @@ mod mailbox;
 mod outbox;
 mod phase;
 mod protocol_error;
+mod quota;
 mod report;
 #[doc(hidden)]
 pub mod session;
@@ -65,6 +67,7 @@ pub use destination::{
     Resolver, new_histogram,
 };
 pub use error::MigrationError;
+pub use file::read_regular_file;
 pub use handshake::{HandshakeError, PlainPolicy, Stranger, StrangerError};
 pub use latency::prefer_short_slices;
 pub use ledger::{ReceiptError, TakesBack};

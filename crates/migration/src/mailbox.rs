@@ -31,6 +31,15 @@ impl<T> Mailbox<T> {
         self.bell.ring();
     }
 
+    /// As [`Self::post`]. Letters that `older` finds are of no use beside this one, and are dropped.
+    pub(crate) fn post_instead_of(&self, letter: T, older: impl Fn(&T) -> bool) {
+        let mut letters = self.lock();
+        letters.retain(|letter| !older(letter));
+        letters.push_back(letter);
+        drop(letters);
+        self.bell.ring();
+    }
+
     /// Takes the oldest letter. After `None`, the descriptor is unreadable until the next letter.
     pub(crate) fn take(&self) -> Option<T> {
         if let Some(letter) = self.lock().pop_front() {
@@ -68,5 +77,17 @@ mod tests {
         assert_eq!((mailbox.take(), mailbox.take()), (Some(1), Some(2)));
         assert_eq!(mailbox.take(), None);
         assert!(!is_readable(&mailbox));
+    }
+
+    #[test]
+    fn a_letter_takes_the_place_of_those_it_makes_useless() {
+        let mailbox = Mailbox::new().unwrap();
+        for letter in [1, 2, 3] {
+            mailbox.post(letter);
+        }
+        mailbox.post_instead_of(4, |older| older % 2 == 1);
+        assert!(is_readable(&mailbox));
+        assert_eq!((mailbox.take(), mailbox.take()), (Some(2), Some(4)));
+        assert_eq!(mailbox.take(), None);
     }
 }

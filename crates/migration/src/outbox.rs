@@ -28,7 +28,17 @@ impl Outbox {
 
     /// Adds a message. [`Self::flush`] sends it.
     pub(crate) fn push(&mut self, message: &[u8]) {
+        // A peer that reads slowly may never let this be empty.
+        if self.sent > self.bytes.len() / 2 {
+            self.bytes.drain(..self.sent);
+            self.sent = 0;
+        }
         self.bytes.extend_from_slice(message);
+    }
+
+    /// The bytes that the connection has not accepted.
+    pub(crate) fn waiting(&self) -> usize {
+        self.bytes.len() - self.sent
     }
 
     /// Whether the connection has accepted all messages.
@@ -60,5 +70,37 @@ impl Outbox {
         self.sent = 0;
         self.pending = !connection.flush_pending(self.what)?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A peer that reads slowly never lets the outbox be empty.
+    #[test]
+    fn bytes_that_were_sent_are_not_kept() {
+        const MESSAGE: [u8; 4096] = [7; 4096];
+        let (here, there) = Connection::pair().unwrap();
+        let mut out = Outbox::new("message");
+        // The socket takes no more.
+        while out.waiting() < 256 * MESSAGE.len() {
+            out.push(&MESSAGE);
+            out.flush(&here).unwrap();
+        }
+        let mut read = [0; MESSAGE.len()];
+        for _ in 0..10_000 {
+            while out.waiting() < 256 * MESSAGE.len() {
+                out.push(&MESSAGE);
+            }
+            let mut got = 0;
+            while got < read.len() {
+                let room = &mut read[got..];
+                got += there.recv_pending(room, "message").unwrap().unwrap_or(0);
+                out.flush(&here).unwrap();
+            }
+            assert!(!out.is_empty());
+        }
+        assert!(out.bytes.len() < 4 << 20, "{} bytes", out.bytes.len());
     }
 }

@@ -94,6 +94,12 @@ pub enum ProtocolError {
         /// The number on the wire.
         kind: u8,
     },
+    /// Too many answers without a receipt.
+    #[error("it does not confirm the pages that it requests")]
+    Unconfirmed,
+    /// Too many answers are unread, or too many requests.
+    #[error("it does not read what it is told")]
+    Unread,
     /// A message that contradicts what the session knows of its sender.
     #[error("its messages contradict each other: {0}")]
     Contradiction(&'static str),

@@ -51,10 +51,24 @@ pub struct PhaseStart {
     pub at_ns: u64,
 }
 
+/// The most phases that a report has. A session that is lost and resumed for days, or a peer that
+/// begins passes without an end, makes any number.
+const MAX_PHASES: usize = 2000;
+
+impl PhaseStart {
+    /// Adds a phase that starts now, unless there are too many.
+    pub(crate) fn note(phases: &mut Vec<Self>, phase: Phase) {
+        if phases.len() < MAX_PHASES {
+            let at_ns = crate::clock::monotonic_ns();
+            phases.push(Self { phase, at_ns });
+        }
+    }
+}
+
 /// The source's report of a completed migration.
 #[derive(Clone, Debug)]
 pub struct SourceReport {
-    /// Every phase in order, with its start.
+    /// Every phase in order, with its start: the first 2000.
     pub phases: Vec<PhaseStart>,
     /// Nanoseconds from the first connection attempt to the confirmed end.
     pub total_ns: u64,
@@ -74,7 +88,8 @@ pub struct SourceReport {
     pub devices: DeviceFigures,
     /// The number of pages missing when the guest started at the destination.
     pub missing_at_start: u64,
-    /// Bytes of pages written to all channels, without headers and descriptors.
+    /// Bytes of pages that the destination has acknowledged, without headers and descriptors. A
+    /// page counts as often as it came.
     pub page_bytes: u64,
     /// Bytes of pages sent by the background push.
     pub background_bytes: u64,

@@ -26,15 +26,18 @@ pub struct SessionStatus {
     pub generation: u32,
     /// How often the control channel was lost.
     pub reconnects: u32,
+    /// The channels that were open and were lost, of all roles. The channels that end with a lost
+    /// control channel do not count.
+    pub channels_lost: u64,
     /// The open bulk and urgent channels.
     pub channels: Vec<ChannelId>,
     /// Pages that the destination has not confirmed (source), or that are missing (destination).
     pub pages_left: u64,
     /// Pages that were sent and that have no receipt yet (source).
     pub pages_in_flight: u64,
-    /// Bytes of pages sent or received so far.
+    /// Bytes of pages that the destination has acknowledged (source), or that came (destination).
     pub page_bytes: u64,
-    /// Bytes of pages sent or received a second, over about the last second. 0 before the first
+    /// Bytes of pages acknowledged or received a second, over about the last second. 0 before the first
     /// measurement, and once the session is over.
     pub page_rate: u64,
     /// Bytes of pages that the guest dirtied a second during the last pre-copy pass (source). A
@@ -63,6 +66,8 @@ pub struct SessionStatus {
     pub lost_for: Option<Duration>,
     /// The reason why a channel was lost the last time.
     pub last_loss: Option<String>,
+    /// Connections that were refused since the destination listens (destination).
+    pub strangers: u64,
 }
 
 impl Default for SessionStatus {
@@ -73,6 +78,7 @@ impl Default for SessionStatus {
             peer: None,
             generation: 0,
             reconnects: 0,
+            channels_lost: 0,
             channels: Vec::new(),
             pages_left: 0,
             pages_in_flight: 0,
@@ -88,6 +94,7 @@ impl Default for SessionStatus {
             waiting_faults: 0,
             lost_for: None,
             last_loss: None,
+            strangers: 0,
         }
     }
 }

@@ -15,6 +15,9 @@
 //! | HSM (hart state management) | `hsm` |
 //! | DBCN (debug console) | `console` |
 //!
+//! The legacy calls of SBI 0.1 (extensions 0 to 8) are not served: TIME, IPI, RFENCE, SRST and DBCN
+//! have replaced them. A kernel that prints by the legacy console only boots in silence.
+//!
 //! **Neighbours.** Below: nothing. Above: `machine`, whose harts call it. This crate must not know
 //! how a hart runs, nor where memory is.
 

@@ -127,6 +127,15 @@ pub enum Refused {
         /// The existing translation.
         existing: Found,
     },
+    /// The format has no room for the frame. No hardware that walks these tables can access it: see
+    /// [`EntryLayout::GFN_LIMIT`](crate::format::EntryLayout::GFN_LIMIT).
+    #[error("{gfn:?} is past the tables' reach: expected a frame below {limit:?}")]
+    OutOfReach {
+        /// The frame.
+        gfn: Gfn,
+        /// The format's limit.
+        limit: Gfn,
+    },
     /// There is no memory for a table.
     #[error(transparent)]
     OutOfTables(#[from] OutOfTables),
@@ -154,7 +163,8 @@ pub fn largest_level<F: Format>(slot: GfnRange, gfn: Gfn, pfn: Pfn, backing: u32
         let frames = F::frames_per_entry(level);
         let first = gfn.0 & !(frames - 1);
         let in_step = (gfn.0 ^ pfn.0) & (frames - 1) == 0;
-        if in_step && first >= slot.start().0 && first + frames <= slot.end().0 {
+        let fits = (first.checked_add(frames)).is_some_and(|end| end <= slot.end().0);
+        if in_step && first >= slot.start().0 && fits {
             break;
         }
         level -= 1;
@@ -220,8 +230,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// pages split.
     ///
     /// # Panics
-    /// If the format has no room for `gfn` or for the target's frame; if `gfn` and the frame are
-    /// out of step for the target's level; or if the ticket is of another MMU.
+    /// If the format has no room for the target's frame; if `gfn` and the frame are out of step for
+    /// the target's level; or if the ticket is of another MMU.
     #[inline]
     pub fn fault<L: Log>(
         &mut self,
@@ -231,7 +241,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         log: &L,
     ) -> Result<Mapped, Refused> {
         let Fault { gfn, access } = fault;
-        assert!(gfn < F::GFN_LIMIT, "{gfn:?} is past the tables' reach");
+        Self::check_reach(gfn)?;
         let offset = (gfn.0 ^ target.pfn.0) & (F::frames_per_entry(target.level) - 1);
         assert!(
             target.pfn < F::PFN_LIMIT && F::may_hold_leaves(target.level) && offset == 0,
@@ -247,6 +257,17 @@ impl<F: Format, P: Platform> Worker<F, P> {
             return Ok(mapped);
         }
         session.map_or_retry(&shared, fault, target)
+    }
+
+    /// Refuses a frame that the tables cannot map. The guest chooses it.
+    #[inline]
+    pub(crate) fn check_reach(gfn: Gfn) -> Result<(), Refused> {
+        let limit = F::GFN_LIMIT;
+        if gfn < limit {
+            Ok(())
+        } else {
+            Err(Refused::OutOfReach { gfn, limit })
+        }
     }
 
     /// Prepares a change of the page of `frames` frames around `gfn`, under a fault's ticket. It

@@ -78,7 +78,8 @@ impl Frames {
     /// Whether some of the `frames` frames from `first` on are among them.
     #[inline]
     fn overlap(&self, first: Gfn, frames: u64) -> bool {
-        self.first.load(Ordering::Relaxed) < first.0 + frames
+        // Saturating: a guest may choose the frame.
+        self.first.load(Ordering::Relaxed) < first.0.saturating_add(frames)
             && first.0 < self.end.load(Ordering::Relaxed)
     }
 }

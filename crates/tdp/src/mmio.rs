@@ -98,9 +98,9 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// As [`fault`](Self::fault). [`Refused::Conflict`] if something is mapped.
     ///
     /// # Panics
-    /// If the format has no room for `gfn`.
+    /// If the ticket is of another MMU.
     pub fn mark_mmio(&mut self, ticket: Ticket, gfn: Gfn, generation: u64) -> Result<(), Refused> {
-        assert!(gfn < F::GFN_LIMIT, "{gfn:?} is past the tables' reach");
+        Self::check_reach(gfn)?;
         let (shared, mut session) = self.begin_fault(ticket, gfn, 1, &())?;
         let marker = F::mmio(gfn, generation);
         (0..Self::TRIES)

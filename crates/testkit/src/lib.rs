@@ -4,28 +4,28 @@
 //! **Guarantee.** A test that cannot run here says so. If it is required to run, it fails. No test
 //! waits without a limit. Random numbers are the same in every run.
 //!
-//! **Mechanism.** [`skip()`] reports a missing resource. [`runs_in_child`] gives a test a process of
-//! its own. The variable `PAGEFERRY_STRESS_SECONDS` sets the duration of a stress test.
+//! **Mechanism.** [`skip()`] reports a missing resource. [`process::runs_in_child`] gives a test a
+//! process of its own. The variable `PAGEFERRY_STRESS_SECONDS` sets the duration of a stress test.
 //!
 //! Networks are in two modules: [`two_hosts`] shapes a link of the kernel, [`shaper`] is a proxy
-//! that injects faults. [`rv64`] has machine code for small guests. With the feature `certificates`, there are certificates for TLS.
+//! that injects faults. [`rv64`] has machine code for small guests. With the feature
+//! `certificates`, there are certificates for TLS.
 //!
 //! **Neighbours.** A development dependency: no crate needs it to build. It uses `std` and rustix,
 //! `hosts` for shaped links and huge pages, rcgen for certificates, and loom under `--cfg loom`.
 
 #[cfg(feature = "certificates")]
 pub mod certificates;
-mod child;
 mod guest_linux;
 mod huge_pages;
 #[cfg(loom)]
 pub mod model;
+pub mod process;
 pub mod rv64;
 pub mod shaper;
 mod skip;
 pub mod two_hosts;
 
-pub use child::runs_in_child;
 pub use guest_linux::guest_linux;
 pub use huge_pages::{AdvisedHugePages, HugePages};
 pub use pageferry_hosts::netns;

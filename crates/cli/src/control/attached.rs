@@ -8,6 +8,7 @@
 //! **Mechanism.** After the result line the connection carries bytes, not lines. The thread of the
 //! client looks at both directions in turn. The console keeps the text for all clients.
 
+use super::server::{WRITE_LIMIT, write_within};
 use crate::signals::Interrupts;
 use pageferry_machine::Console;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -30,34 +31,29 @@ pub(super) fn serve(
     }
     let (mut text, mut position) = (Vec::new(), 0);
     loop {
-        let over = is_over();
-        if text.is_empty() {
-            let limit = if over {
-                Duration::ZERO
-            } else {
-                Interrupts::POLL
-            };
-            (text, position) = console.text_since(position, limit);
-            if text.is_empty() && over {
-                return;
-            }
-        } else if over {
+        if is_over() {
             // The last words. A client that does not read them now has had its time.
-            let _ = stream.set_nonblocking(false);
+            text.extend(console.text_since(position, Duration::ZERO).0);
+            let _ = stream
+                .set_nonblocking(false)
+                .and_then(|()| write_within(stream, &text, WRITE_LIMIT));
+            return;
+        }
+        if text.is_empty() {
+            (text, position) = console.text_since(position, Interrupts::POLL);
         } else {
             wait_until_writable(stream);
         }
         match stream.write(&text) {
             _ if text.is_empty() => {}
             Ok(written) => drop(text.drain(..written)),
-            Err(e) if e.kind() == ErrorKind::WouldBlock && !over => {}
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {}
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(_) => return,
         }
         if keys.is_empty() {
             let mut bytes = [0; MOST_KEYS];
             match stream.read(&mut bytes) {
-                _ if over => {}
                 Ok(0) => return,
                 Ok(read) => keys.extend_from_slice(&bytes[..read]),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {}
@@ -160,6 +156,25 @@ mod tests {
                 if text.len() > Console::CAPACITY {
                     text.drain(..text.len() - Console::CAPACITY);
                 }
+            }
+        });
+    }
+
+    #[test]
+    fn a_client_that_reads_a_byte_from_time_to_time_does_not_hold_the_end_up() {
+        let console = Console::default();
+        attached(&console, |mut client, over| {
+            // More than the connection holds.
+            for _ in 0..20 {
+                assert_eq!(console.write(&[b'x'; 60_000]), 60_000);
+                std::thread::sleep(2 * Interrupts::POLL);
+            }
+            over.store(true, Ordering::Release);
+            let began = std::time::Instant::now();
+            while !has_left(&client) {
+                assert!(began.elapsed() < LIMIT, "it is served for ever");
+                client.read_exact(&mut [0]).unwrap();
+                std::thread::sleep(Interrupts::POLL);
             }
         });
     }

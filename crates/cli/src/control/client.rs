@@ -7,7 +7,8 @@ use crate::exit::{Exit, Failure};
 use crate::signals::Interrupts;
 use serde_json::Value;
 use std::cell::Cell;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -27,7 +28,8 @@ impl Client {
     /// Connects to the VM whose control socket is at `path`.
     ///
     /// # Errors
-    /// [`Exit::NoVm`] when none listens there.
+    /// [`Exit::NoVm`] when none listens there, [`Exit::Internal`] when this host does not let the
+    /// user connect, [`Exit::Usage`] for a path that is too long.
     pub(crate) fn connect(path: &Path) -> Result<Self, Failure> {
         let open = || -> std::io::Result<(UnixStream, UnixStream)> {
             let stream = UnixStream::connect(path)?;
@@ -36,14 +38,7 @@ impl Client {
             let reader = stream.try_clone()?;
             Ok((stream, reader))
         };
-        let (stream, reader) = open().map_err(|e| {
-            let message = format!(
-                "no VM listens on {}: {e}; start one with `pageferry run --control {}`",
-                path.display(),
-                path.display()
-            );
-            Failure::new(Exit::NoVm, message)
-        })?;
+        let (stream, reader) = open().map_err(|e| cannot_connect(path, &e))?;
         Ok(Self {
             path: path.to_owned(),
             stream,
@@ -121,6 +116,43 @@ impl Client {
             Exit::NoVm,
             format!("the VM at {} did not answer: {why}", self.path.display()),
         )
+    }
+}
+
+/// The reason why a connection to a control socket did not open, with a hint that fits it.
+fn cannot_connect(path: &Path, error: &std::io::Error) -> Failure {
+    let at = path.display();
+    let none = |why: &str| {
+        let message =
+            format!("no VM listens on {at}: {why}; start one with `pageferry run --control {at}`");
+        Failure::new(Exit::NoVm, message)
+    };
+    let host = |why: &str| Failure::new(Exit::Internal, format!("cannot connect to {at}: {why}"));
+    let is_socket = std::fs::symlink_metadata(path)
+        .map(|found| found.file_type().is_socket() || found.file_type().is_symlink());
+    match error.kind() {
+        ErrorKind::NotFound => none("there is no such file"),
+        ErrorKind::NotADirectory => none("a part of the path is not a directory"),
+        ErrorKind::ConnectionRefused if matches!(is_socket, Ok(false)) => {
+            none("the file is not a socket")
+        }
+        ErrorKind::ConnectionRefused => none("the process that made the socket has ended"),
+        ErrorKind::PermissionDenied => host(
+            "permission denied: a VM may be there, and its socket is for its owner only; \
+             use the user that started the VM, or root",
+        ),
+        ErrorKind::WouldBlock => host(
+            "too many other connections wait there: try again, and look whether its process stands still",
+        ),
+        ErrorKind::InvalidInput => Failure::new(
+            Exit::Usage,
+            format!("cannot connect to {at}: {error}; the path of a socket has at most 107 bytes"),
+        ),
+        // EPROTOTYPE has no kind of its own.
+        _ if error.raw_os_error() == Some(rustix::io::Errno::PROTOTYPE.raw_os_error()) => {
+            none("the socket is of another kind, so that of another program")
+        }
+        _ => host(&format!("{error}; no VM was asked")),
     }
 }
 

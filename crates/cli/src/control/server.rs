@@ -9,6 +9,7 @@ use pageferry_machine::Console;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 use std::io::{ErrorKind, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 /// The interval at which threads here check whether they should end.
 const POLL: Duration = Duration::from_millis(50);
 /// The time limit for a client to read an answer, before it is dropped.
-const WRITE_LIMIT: Duration = Duration::from_secs(2);
+pub(super) const WRITE_LIMIT: Duration = Duration::from_secs(2);
 /// The maximum number of clients served at once.
 const MAX_CLIENTS: usize = 16;
 /// A client that has been idle for this long may be dropped in favour of another.
@@ -137,24 +138,32 @@ pub(crate) fn bind(purpose: &str, path: &Path) -> Result<(UnixListener, SocketFi
 }
 
 /// A connected client.
-struct Client {
-    thread: JoinHandle<()>,
-    idle: Arc<Idle>,
+pub(crate) struct Client {
+    pub(crate) thread: JoinHandle<()>,
+    pub(crate) idle: Arc<Idle>,
 }
 
 /// The start of a client's idle time; `None` while a request of it is served.
-struct Idle {
+pub(crate) struct Idle {
     since: Mutex<Option<Instant>>,
     /// The client's connection, to end it.
-    stream: UnixStream,
+    stream: OwnedFd,
 }
 
 impl Idle {
+    /// A client that has just connected.
+    pub(crate) fn new(stream: &impl AsFd) -> std::io::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            since: Mutex::new(Some(Instant::now())),
+            stream: stream.as_fd().try_clone_to_owned()?,
+        }))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
         self.since.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set(&self, since: Option<Instant>) {
+    pub(crate) fn set(&self, since: Option<Instant>) {
         *self.lock() = since;
     }
 
@@ -162,9 +171,14 @@ impl Idle {
     fn end(&self) -> bool {
         let since = self.lock();
         if since.is_some() {
-            let _ = self.stream.shutdown(std::net::Shutdown::Both);
+            self.shutdown();
         }
         since.is_some()
+    }
+
+    pub(crate) fn shutdown(&self) {
+        // It may have ended already.
+        let _ = rustix::net::shutdown(&self.stream, rustix::net::Shutdown::Both);
     }
 }
 
@@ -177,26 +191,22 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<Atomic
             std::thread::sleep(POLL.min(Duration::from_millis(10)));
             continue;
         };
-        if !make_room(&mut clients) {
+        if !make_room(&mut clients, MAX_CLIENTS) {
             refuse_client(stream);
             continue;
         }
         let (service, stop) = (Arc::clone(service), Arc::clone(stop));
         let attached = Arc::clone(&attached);
-        let Ok(clone) = stream.try_clone() else {
+        let Ok(idle) = Idle::new(&stream) else {
             continue;
         };
-        let idle = Arc::new(Idle {
-            since: Mutex::new(Some(Instant::now())),
-            stream: clone,
-        });
         let ours = Arc::clone(&idle);
         let thread = std::thread::Builder::new()
             .name("client".into())
             .spawn(move || {
                 serve_client(stream, service.as_ref(), &ours, &stop, &attached);
                 // `Idle` has the connection too, and outlives this thread.
-                let _ = ours.stream.shutdown(std::net::Shutdown::Both);
+                ours.shutdown();
             });
         if let Ok(thread) = thread {
             clients.push(Client { thread, idle });
@@ -207,11 +217,11 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<Atomic
     }
 }
 
-/// Makes room for another client. If all places are taken, the client that has been idle the
+/// Makes room for another client. If all `most` places are taken, the client that has been idle the
 /// longest is dropped. Returns whether there is room.
-fn make_room(clients: &mut Vec<Client>) -> bool {
+pub(crate) fn make_room(clients: &mut Vec<Client>, most: usize) -> bool {
     clients.retain(|client| !client.thread.is_finished());
-    if clients.len() < MAX_CLIENTS {
+    if clients.len() < most {
         return true;
     }
     let longest = clients
@@ -240,6 +250,28 @@ fn refuse_client(mut stream: UnixStream) {
     let _ = stream.write_all(&Line::Error((&failure).into()).to_bytes());
 }
 
+/// Writes all of `bytes` within `limit`. A client that reads a byte from time to time gets no more.
+pub(super) fn write_within(
+    mut stream: &UnixStream,
+    mut bytes: &[u8],
+    limit: Duration,
+) -> std::io::Result<()> {
+    let deadline = Instant::now() + limit;
+    while !bytes.is_empty() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        stream.set_write_timeout(Some(left))?;
+        match stream.write(bytes) {
+            Ok(taken) => bytes = &bytes[taken..],
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
 /// Serves one client until it leaves, violates the protocol, or the server ends.
 fn serve_client(
     stream: UnixStream,
@@ -251,9 +283,8 @@ fn serve_client(
     let prepared = stream
         .set_nonblocking(false)
         .and_then(|()| stream.set_read_timeout(Some(POLL)))
-        .and_then(|()| stream.set_write_timeout(Some(WRITE_LIMIT)))
         .and_then(|()| stream.try_clone());
-    let Ok(mut writer) = prepared else { return };
+    let Ok(writer) = prepared else { return };
     let mut lines = LineReader::new(stream, MAX_REQUEST_BYTES);
     loop {
         let line = match lines.next(&|| stop.load(Ordering::Acquire)) {
@@ -263,7 +294,8 @@ fn serve_client(
                     "a request has at most {MAX_REQUEST_BYTES} bytes; the connection is closed"
                 );
                 let failure = Failure::new(Exit::Usage, message);
-                let _ = writer.write_all(&Line::Error((&failure).into()).to_bytes());
+                let line = Line::Error((&failure).into()).to_bytes();
+                let _ = write_within(&writer, &line, WRITE_LIMIT);
                 return;
             }
             Err(NoLine::Closed | NoLine::CutOff | NoLine::Stopped | NoLine::Io(_)) => return,
@@ -272,7 +304,7 @@ fn serve_client(
         // A vanished client gets no more events. Its request is carried out nevertheless.
         let mut there = true;
         let mut tell = |line: Line| {
-            there = there && writer.write_all(&line.to_bytes()).is_ok();
+            there = there && write_within(&writer, &line.to_bytes(), WRITE_LIMIT).is_ok();
         };
         let request = parse_request(&line);
         if matches!(request, Ok(Request::Console)) {
@@ -361,6 +393,24 @@ mod tests {
         fn console(&self) -> Result<Arc<Console>, Failure> {
             Err(Failure::new(Exit::NoVm, "no console"))
         }
+    }
+
+    #[test]
+    fn a_client_that_reads_a_byte_from_time_to_time_is_dropped_in_time() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let limit = Duration::from_millis(300);
+        let reader = std::thread::spawn(move || {
+            while matches!(std::io::Read::read(&mut theirs, &mut [0; 4096]), Ok(1..)) {
+                std::thread::sleep(limit / 6);
+            }
+        });
+        let began = Instant::now();
+        let error = write_within(&ours, &vec![b'x'; 64 << 20], limit).unwrap_err();
+        let expected = [ErrorKind::TimedOut, ErrorKind::WouldBlock];
+        assert!(expected.contains(&error.kind()), "{error}");
+        assert!(began.elapsed() >= limit && began.elapsed() < LIMIT);
+        drop(ours);
+        reader.join().unwrap();
     }
 
     fn connect(path: &Path) -> UnixStream {

@@ -71,6 +71,7 @@ impl Child {
             .args(["--backing", args.backing.backing.name()])
             // The demo makes such a VM anyhow: its size is the user's choice.
             .args(["--max-vcpus", &args.machine.vcpus.to_string()])
+            .args(args.backing.ignore_limits.then_some("--ignore-limits"))
             .args(["--child-of", &std::process::id().to_string()])
             .args(args.corrupt_page.then_some("--corrupt-page"))
             .args((args.guest == DemoGuest::Linux).then_some("--console=-"))

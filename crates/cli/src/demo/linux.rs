@@ -88,8 +88,13 @@ impl Here {
             }
             feed.at(self.hearing.ticks().min(TICKS), TICKS);
             if let Some(reset) = vm.reset() {
-                let kind = reset.kind;
-                return Err(guest(format!("the guest ended itself ({kind:?})")));
+                let how = match reset.kind {
+                    pageferry_machine::ResetKind::Shutdown => "has shut down",
+                    pageferry_machine::ResetKind::Reboot => {
+                        "asked for a reboot, as it does after a panic"
+                    }
+                };
+                return Err(guest(format!("the guest {how}")));
             }
             Ok(self.hearing.is_warm().then_some(()))
         });

@@ -105,7 +105,7 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
     };
     let engine = guest.engine();
     let backing = args.backing.backing;
-    check_backing(backing, guest.memory_bytes, 2)?;
+    check_backing(&args.backing, &guest, 2)?;
     feed.step(format!("start on {engine}"));
     let vm = Arc::new(Vm::create(&guest, backing, None)?);
     vm.check_delivery(args.delivery.options())?;

@@ -30,6 +30,14 @@ impl Ended {
                 Exit::Guest,
                 "the guest ended itself because of a failure",
             )),
+            // Linux asks for it after a panic too, and does not say so.
+            Self::Reset(Reset {
+                kind: ResetKind::Reboot,
+                ..
+            }) => Err(Failure::new(
+                Exit::Guest,
+                "the guest asked for a reboot, as it does after a panic, and this VM is started only once: run it again",
+            )),
             _ => Ok(()),
         }
     }
@@ -41,7 +49,7 @@ impl Ended {
             Self::Migrated(_) => None,
             Self::Reset(Reset { kind, .. }) => Some(match kind {
                 ResetKind::Shutdown => "the guest has shut down",
-                ResetKind::Reboot => "the guest wants to be started again: run it once more",
+                ResetKind::Reboot => "the guest has ended itself by a reboot",
             }),
         }
     }

@@ -1,7 +1,9 @@
 //! A VM leaves: the migration in its source's process.
 
 use super::state::{Activity, Host, Job};
-use super::wait::{ABANDONED_AT_SOURCE, Answers, NoOutcome, Stop, StopRequests, wait_for_outcome};
+use super::wait::{
+    ABANDONED_AT_SOURCE, Answers, NoOutcome, Stop, StopRequests, catch_defect, wait_for_outcome,
+};
 use super::watch::{Watch, has_switched_over};
 use crate::exit::{Exit, Failure};
 use crate::output;
@@ -144,6 +146,22 @@ fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>,
     send_away(vm, &job.to, job.config.clone(), &job.session, watch)
 }
 
+/// The place of the VM after a defect ended its migration at `stage`. A VM that cannot be elsewhere
+/// runs on.
+fn after_defect(stage: &str, defect: Failure, run_on: impl FnOnce()) -> (SourceVm, Failure) {
+    match stage {
+        // A stage is published after its actions, and `Go` is an action of the stage after
+        // switch-over. So the destination was not told to run the VM.
+        "none" | "setup" | "pre-copy" | "cancelling" | "kept" | "returned" => {
+            run_on();
+            (SourceVm::Runs, defect.and("the VM runs on here"))
+        }
+        "resumed-here" => (SourceVm::Forced, defect.and("the VM runs on here")),
+        // It may run at the destination.
+        _ => (SourceVm::GivenUp, defect),
+    }
+}
+
 /// Migrates `vm` on a separate thread, which sends the outcome.
 ///
 /// # Errors
@@ -161,17 +179,62 @@ pub(crate) fn send_away(
         .name("migration".into())
         .spawn(move || {
             let guest = vm.guest().to_bytes();
-            let result = pageferry_migration::migrate(
-                &vm.running(),
-                &route,
-                &guest,
-                &config,
-                &session,
-                &observer,
-            );
+            let result = catch_defect(|| {
+                pageferry_migration::migrate(
+                    &vm.running(),
+                    &route,
+                    &guest,
+                    &config,
+                    &session,
+                    &observer,
+                )
+            });
+            let outcome = match result {
+                Ok(result) => result.map_err(|failure| (failure.vm, Failure::from(failure))),
+                Err(defect) => Err(after_defect(session.status().stage, defect, || vm.run_on())),
+            };
             // The receiver is gone only if the process is ending.
-            let _ = sender.send(result.map_err(|failure| (failure.vm, Failure::from(failure))));
+            let _ = sender.send(outcome);
         })
         .map_err(|e| Failure::os("cannot start the migration's thread", e))?;
     Ok(outcome)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    #[test]
+    fn a_panic_is_a_defect_and_a_vm_that_is_only_here_runs_on() {
+        let defect = || catch_defect(|| -> () { panic!("page {} of nothing", 7) }).unwrap_err();
+        for (stage, place) in [
+            ("none", SourceVm::Runs),
+            ("setup", SourceVm::Runs),
+            ("pre-copy", SourceVm::Runs),
+            ("cancelling", SourceVm::Runs),
+            ("switch-over", SourceVm::GivenUp),
+            ("handed-over", SourceVm::GivenUp),
+            ("drained", SourceVm::GivenUp),
+            ("completed", SourceVm::GivenUp),
+            ("given-up", SourceVm::GivenUp),
+            ("resumed-here", SourceVm::Forced),
+        ] {
+            let runs = Cell::new(false);
+            let (vm, failure) = after_defect(stage, defect(), || runs.set(true));
+            assert_eq!(
+                (vm, runs.get()),
+                (place, place == SourceVm::Runs),
+                "{stage}"
+            );
+            assert_eq!(failure.exit, Exit::Internal, "{stage}");
+            let why = failure.to_string();
+            assert!(why.contains("a defect of Pageferry"), "{why}");
+            assert!(why.contains("panicked: page 7 of nothing"), "{why}");
+            assert_eq!(
+                why.contains("the VM runs on here"),
+                place != SourceVm::GivenUp
+            );
+        }
+    }
 }

@@ -143,6 +143,7 @@ pub(super) fn json_of(status: &SessionStatus) -> Value {
         "peer": status.peer,
         "generation": status.generation,
         "reconnects": status.reconnects,
+        "channels_lost": status.channels_lost,
         "channels": channels,
         "pages_left": status.pages_left,
         "pages_in_flight": status.pages_in_flight,

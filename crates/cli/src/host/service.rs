@@ -3,12 +3,14 @@
 use super::session_events::SessionEvents;
 use super::state::{Activity, Host, Job};
 use super::watch::has_switched_over;
+use crate::console;
 use crate::control::change::{self, ChangeOptions};
 use crate::control::options::MigrateOptions;
 use crate::control::protocol::{Event, Request};
 use crate::control::server::Service;
 use crate::exit::{Exit, Failure};
 use crate::memory::Overhead;
+use crate::output;
 use crate::progress::{Feed, Update};
 use crate::report::{Report, Verified};
 use crate::signals::Interrupts;
@@ -21,6 +23,7 @@ use pageferry_migration::{
 use serde_json::{Value, json};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
 
 /// The states of a VM.
 pub(crate) const VM_STATES: [&str; 8] = [
@@ -33,6 +36,9 @@ pub(crate) const VM_STATES: [&str; 8] = [
     "given-up",
     "incomplete",
 ];
+
+/// The longest wait for the end of an arrival. Without the source it ends after 10 s.
+const END_OF_ARRIVAL: Duration = Duration::from_secs(15);
 
 /// Serves a host's control socket.
 pub(crate) struct HostService(pub(crate) Arc<Host>);
@@ -100,8 +106,20 @@ impl Service for HostService {
 impl Host {
     /// Runs `act` on a VM that has no other activity.
     fn while_here<T>(&self, act: impl FnOnce(&Vm) -> Result<T, Failure>) -> Result<T, Failure> {
+        self.wait_for_the_end_of_an_arrival();
         let _exclusive = self.exclusive()?;
         act(&*self.vm_here(&self.activity())?)
+    }
+
+    /// Waits while a VM whose pages are all here is still arriving. The source may know already that
+    /// it is complete: what its user asks for next must not depend on which process is faster.
+    fn wait_for_the_end_of_an_arrival(&self) {
+        let until = Instant::now() + END_OF_ARRIVAL;
+        while Instant::now() < until
+            && let Activity::Arriving(Phase::Completion | Phase::Completed) = self.activity()
+        {
+            std::thread::sleep(Interrupts::POLL);
+        }
     }
 
     /// Excludes other operations on the VM.
@@ -198,6 +216,9 @@ impl Host {
             "guest": guest,
             "failures": vm.map(|vm| vm.threads().failures()),
             "overhead_bytes": overhead.map(|o| json!({"anon": o.anon, "file": o.file, "tables": o.tables, "total": o.total()})),
+            "lost_lines": output::lost_lines(),
+            "lost_console_bytes": console::lost_bytes(),
+            "defects": output::defects(),
             "pid": std::process::id(),
             "uptime_ms": u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX),
         })
@@ -218,6 +239,7 @@ impl Host {
         session.prepare(config.settings);
         let feed = Feed::new();
         let (done, outcome) = channel();
+        self.wait_for_the_end_of_an_arrival();
         {
             let _exclusive = self.exclusive()?;
             self.check_runs_here()?;

@@ -12,6 +12,7 @@ use super::state::Host;
 use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::signals::Interrupts;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 
 /// A request to stop.
@@ -55,13 +56,14 @@ impl<'a> StopRequests<'a> {
         (self.interrupts.count(), quits)
     }
 
-    /// Returns a request if any came since the last call. This answers all that came.
+    /// Returns the next request. A `quit` answers the signals that came before it too.
     pub(crate) fn take(&mut self) -> Option<Stop> {
-        let (before, now) = (self.answered, self.received());
-        self.answered = now;
-        if now.1 > before.1 {
+        let now = self.received();
+        if now.1 > self.answered.1 {
+            self.answered = (now.0, self.answered.1 + 1);
             Some(Stop::Quit)
-        } else if now.0 > before.0 {
+        } else if now.0 > self.answered.0 {
+            self.answered.0 += 1;
             Some(Stop::Signal)
         } else if self.interrupts.hung_up() && !self.hangup_answered {
             self.hangup_answered = true;
@@ -131,12 +133,31 @@ impl NoOutcome {
                 Exit::LinkLost,
                 format!("abandoned after the switch-over: {abandoned}"),
             ),
-            Self::ThreadDied => Failure::new(
-                Exit::Internal,
-                "the migration's thread ended without an outcome",
-            ),
+            Self::ThreadDied => defect("ended without an outcome"),
         }
     }
+}
+
+/// The failure of a migration's thread that did not do its work, which is a defect.
+fn defect(how: &str) -> Failure {
+    Failure::new(
+        Exit::Internal,
+        format!("a defect of Pageferry: the migration's thread {how}"),
+    )
+}
+
+/// Does the work of a migration's thread. A panic becomes a failure.
+///
+/// # Errors
+/// The message of the panic.
+pub(crate) fn catch_defect<T>(work: impl FnOnce() -> T) -> Result<T, Failure> {
+    // Nothing that the work has changed is used after a panic, except what threads share. Locks
+    // that are poisoned are taken all the same, and the VM's own state is behind its own threads.
+    catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
+        let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        defect(&format!("panicked: {}", text.unwrap_or_default()))
+    })
 }
 
 /// The consequence for a source whose user did not wait for the end of post-copy.
@@ -160,10 +181,13 @@ pub(crate) fn wait_for_outcome<T>(
             Err(RecvTimeoutError::Disconnected) => return Err(NoOutcome::ThreadDied),
         }
         let Some(stop) = stops.take() else { continue };
-        if stop == Stop::Hangup && ((answers.switched_over)() || !answers.hangup_cancels) {
+        let over = (answers.switched_over)();
+        if stop == Stop::Hangup && (over || !answers.hangup_cancels) {
             stops.forget_hangup();
             output::note("the terminal was closed: the migration goes on, and so does the VM");
-        } else if !(answers.switched_over)() {
+        } else if !over {
+            // One cancellation answers all of them: none may end a VM that runs on.
+            stops.forget();
             (answers.cancel)(stop);
         } else if finishing {
             return Err(NoOutcome::Abandoned);
@@ -193,6 +217,45 @@ mod tests {
         host.ask_to_quit();
         assert_eq!(stops.take(), Some(Stop::Quit));
         assert_eq!(stops.take(), None);
+    }
+
+    #[test]
+    fn two_signals_at_once_count_as_two_after_the_switch_over() {
+        let interrupts = Interrupts::default();
+        let mut stops = StopRequests::new(&interrupts, None);
+        let (_sender, outcome) = channel::<()>();
+        let told = Cell::new(0);
+        interrupts.add();
+        interrupts.add();
+        let answers = Answers {
+            switched_over: &|| true,
+            cancel: &|_| unreachable!("it is too late"),
+            finishing: &|| told.set(told.get() + 1),
+            hangup_cancels: false,
+        };
+        let ended = wait_for_outcome(&outcome, &mut stops, &answers);
+        assert_eq!((ended, told.get()), (Err(NoOutcome::Abandoned), 1));
+    }
+
+    #[test]
+    fn two_signals_at_once_cancel_once_and_leave_none_behind() {
+        let interrupts = Interrupts::default();
+        let mut stops = StopRequests::new(&interrupts, None);
+        let (sender, outcome) = channel();
+        let told = Cell::new(0);
+        interrupts.add();
+        interrupts.add();
+        let answers = Answers {
+            switched_over: &|| false,
+            cancel: &|_| {
+                told.set(told.get() + 1);
+                sender.send(()).unwrap();
+            },
+            finishing: &|| unreachable!("it was cancelled"),
+            hangup_cancels: false,
+        };
+        assert_eq!(wait_for_outcome(&outcome, &mut stops, &answers), Ok(()));
+        assert_eq!((told.get(), stops.take()), (1, None));
     }
 
     #[test]

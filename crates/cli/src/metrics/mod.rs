@@ -2,7 +2,7 @@
 //!
 //! **Guarantee.** Only processes of this host reach them: the address is a loopback address or a
 //! unix socket of mode 0600. A client holds up no other thread, and is dropped after [`LIMIT`]. At
-//! most [`MAX_CLIENTS`] are served at once.
+//! most [`MAX_CLIENTS`] are served at once, and those that send nothing keep no other out.
 //!
 //! **Mechanism.** One thread accepts connections, and each gets a thread for one answer.
 //! [`request`] checks the bytes of clients. [`text`] writes the figures.
@@ -11,7 +11,7 @@ mod request;
 mod text;
 
 use crate::args::MetricsArgs;
-use crate::control::server::{Server, bind};
+use crate::control::server::{Client, Idle, Server, bind, make_room};
 use crate::exit::{Exit, Failure};
 use crate::host::Host;
 use crate::output;
@@ -20,17 +20,18 @@ use pageferry_migration::address::Address;
 use request::{MAX_HEAD_BYTES, Refusal, check, head_end};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The interval at which the accepting thread looks for clients and for its end.
 const POLL: Duration = Duration::from_millis(20);
 /// The time that a client has for its request, and again for taking the answer.
 const LIMIT: Duration = Duration::from_secs(2);
-/// The most clients served at once. Others are turned away.
+/// The most clients served at once. One more takes the place of the one that has been reading its
+/// request for the longest time. If all have sent theirs, it is turned away.
 const MAX_CLIENTS: usize = 4;
 
 /// Serves the metrics of `host` until the result is dropped, if the user asked for them.
@@ -90,6 +91,15 @@ fn listen(address: &Address) -> Result<(Listener, Option<SocketFile>), Failure> 
     }
 }
 
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
 impl Listener {
     fn accept(&self) -> std::io::Result<Stream> {
         match self {
@@ -139,25 +149,31 @@ impl Stream {
 }
 
 fn accept(listener: &Listener, host: &Arc<Host>, stop: &AtomicBool) {
-    let mut clients: Vec<JoinHandle<()>> = Vec::new();
+    let mut clients: Vec<Client> = Vec::new();
     while !stop.load(Ordering::Acquire) {
         let Ok(stream) = listener.accept() else {
             // No client, or no free descriptor at the moment.
             std::thread::sleep(POLL);
             continue;
         };
-        clients.retain(|client| !client.is_finished());
-        if clients.len() >= MAX_CLIENTS {
+        if !make_room(&mut clients, MAX_CLIENTS) {
             continue;
         }
-        let host = Arc::clone(host);
+        let Ok(idle) = Idle::new(&stream) else {
+            continue;
+        };
+        let (host, ours) = (Arc::clone(host), Arc::clone(&idle));
         let thread = std::thread::Builder::new()
             .name("metrics-client".into())
-            .spawn(move || answer(stream, &host));
-        clients.extend(thread);
+            .spawn(move || {
+                answer(stream, &host, &ours);
+                // `Idle` has the connection too, and outlives this thread.
+                ours.shutdown();
+            });
+        clients.extend(thread.map(|thread| Client { thread, idle }));
     }
     for client in clients {
-        let _ = client.join();
+        let _ = client.thread.join();
     }
 }
 
@@ -171,8 +187,10 @@ fn left(deadline: Instant) -> std::io::Result<Duration> {
 }
 
 /// Answers one request. An error only ends the connection.
-fn answer(mut stream: Stream, host: &Host) {
-    let Ok(asked) = read_head(&mut stream) else {
+fn answer(mut stream: Stream, host: &Host, idle: &Idle) {
+    let asked = read_head(&mut stream);
+    idle.set(None);
+    let Ok(asked) = asked else {
         return;
     };
     let (status, more, body) = match asked {

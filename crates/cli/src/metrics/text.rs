@@ -1,6 +1,8 @@
 //! The figures in Prometheus's text format, version 0.0.4.
 
+use crate::console;
 use crate::host::{Host, VM_STATES};
+use crate::output;
 use pageferry_migration::{Role, SessionStatus, StallRow, StallStage, StallTimes};
 use std::fmt::Write;
 
@@ -63,6 +65,21 @@ pub(super) fn of(host: &Host) -> String {
     );
     page.family("vm_state", "gauge", "1 for the state of the VM, else 0.");
     page.states("vm_state", &VM_STATES, host.state_name());
+    page.counter(
+        "stderr_lost_lines_total",
+        "Lines on stderr that were dropped, as nobody took them.",
+        output::lost_lines(),
+    );
+    page.counter(
+        "console_lost_bytes_total",
+        "Bytes of the guest's console that were dropped, as its reader took nothing.",
+        console::lost_bytes(),
+    );
+    page.counter(
+        "defects_total",
+        "Panics of threads of this process.",
+        output::defects(),
+    );
     session(&mut page, &host.session_status().unwrap_or_default());
     stalls(&mut page, &host.stalls());
     page.0
@@ -161,6 +178,16 @@ fn session(page: &mut Page, status: &SessionStatus) {
         "How often the control channel was opened again.",
         status.reconnects,
     );
+    page.counter(
+        "channels_lost_total",
+        "Channels that were open and were lost.",
+        status.channels_lost,
+    );
+    page.counter(
+        "strangers_total",
+        "Connections that were refused since the destination listens.",
+        status.strangers,
+    );
     page.family("channels", "gauge", "Open channels.");
     for (role, name) in [(Role::Bulk, "bulk"), (Role::Urgent, "urgent")] {
         let open = status.channels.iter().filter(|id| id.role == role).count();
@@ -179,12 +206,12 @@ fn session(page: &mut Page, status: &SessionStatus) {
     );
     page.counter(
         "page_bytes_total",
-        "Bytes of pages sent or received.",
+        "Bytes of pages acknowledged (source) or received (destination).",
         status.page_bytes,
     );
     page.gauge(
         "page_rate_bytes_per_second",
-        "Bytes of pages sent or received, over about the last second.",
+        "Bytes of pages acknowledged or received, over about the last second.",
         status.page_rate,
     );
     if let Some(rate) = status.dirty_rate {

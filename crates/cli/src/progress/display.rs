@@ -1,9 +1,11 @@
-//! Shows a feed: bars on a terminal, lines elsewhere, both on stderr.
+//! Shows a feed: bars on a terminal, lines elsewhere, both on stderr. Neither waits for its reader.
 
+use super::terminal::Terminal;
 use super::{Feed, Update};
+use crate::output;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pageferry_migration::Phase;
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -94,7 +96,10 @@ struct Bars {
 impl Bars {
     fn new() -> Self {
         Self {
-            all: MultiProgress::with_draw_target(ProgressDrawTarget::stderr_with_hz(20)),
+            all: MultiProgress::with_draw_target(ProgressDrawTarget::term_like_with_hz(
+                Box::<Terminal>::default(),
+                20,
+            )),
             current: None,
         }
     }
@@ -175,7 +180,7 @@ impl Lines {
     fn say(&mut self, text: &str) {
         self.said = Instant::now();
         let at = self.began.elapsed().as_secs_f64();
-        let _ = writeln!(std::io::stderr().lock(), "pageferry: [{at:7.2} s] {text}");
+        output::note(&format!("[{at:7.2} s] {text}"));
     }
 }
 

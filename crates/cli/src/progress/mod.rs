@@ -8,6 +8,7 @@
 
 mod display;
 mod feed;
+mod terminal;
 
 pub(crate) use display::Display;
 pub(crate) use feed::{Feed, Update};

@@ -107,7 +107,7 @@ pub(crate) struct Sent {
     pub(crate) devices: (u64, u64, u64),
     /// Pages missing when the destination started.
     pub(crate) missing_at_start: u64,
-    /// Bytes of pages sent.
+    /// Bytes of pages that the destination has acknowledged.
     pub(crate) page_bytes: u64,
     /// The part of them that the background push sent.
     pub(crate) background_bytes: u64,

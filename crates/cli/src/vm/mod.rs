@@ -5,7 +5,9 @@ mod description;
 pub(crate) use description::GuestDescription;
 pub(crate) use pageferry_harness::deliveries_of;
 
+use crate::args::BackingArgs;
 use crate::exit::{Exit, Failure};
+use crate::limits::{self, Needs};
 use crate::memory;
 use crate::report::LargeMappings;
 use crate::size;
@@ -154,6 +156,15 @@ impl Vm {
         self.inner.running()
     }
 
+    /// Lets the VM run on after a migration that a defect ended.
+    pub(crate) fn run_on(&self) {
+        let running = self.running();
+        // A failure to stop the dirty log costs only speed.
+        let _ = running.machine.set_dirty_log(false);
+        running.devices.iter().for_each(|device| device.resume());
+        self.threads().resume();
+    }
+
     /// The number of vCPUs.
     pub(crate) fn vcpus(&self) -> u32 {
         self.guest.vcpus
@@ -284,26 +295,36 @@ impl From<BootError> for Failure {
     }
 }
 
-/// Checks that the host has `machines` times `memory_bytes` of the backing, and that the memory is
-/// a multiple of its page.
+/// Checks that the host has `machines` times the memory of `guest`, of the backing, that the memory
+/// is a multiple of its page, and that no limit is too low.
 ///
 /// # Errors
 /// [`Exit::Usage`] for a wrong size or when the host has too little memory, [`Exit::Delivery`] when
-/// it lacks the backing or its pool is too small.
+/// it lacks the backing, its pool is too small, or a limit is too low.
 pub(crate) fn check_backing(
-    backing: Backing,
-    memory_bytes: u64,
+    args: &BackingArgs,
+    guest: &GuestDescription,
     machines: u64,
 ) -> Result<(), Failure> {
+    let (backing, bytes) = (args.backing, guest.memory_bytes);
     let usage = |e: pageferry_machine::LayoutError| Failure::new(Exit::Usage, e.to_string());
-    let layout = RamLayout::for_memory(memory_bytes).map_err(usage)?;
+    let layout = RamLayout::for_memory(bytes).map_err(usage)?;
     backing.check_layout(&layout).map_err(usage)?;
-    backing.check(memory_bytes.saturating_mul(machines))?;
-    // Pages of a pool are not among the host's available memory.
-    if backing.is_hugetlb() {
+    backing.check(bytes.saturating_mul(machines))?;
+    if args.ignore_limits {
         return Ok(());
     }
-    check_host_memory(memory_bytes, machines)
+    // Pages of a pool are not among the host's available memory.
+    if !backing.is_hugetlb() {
+        check_host_memory(bytes, machines)?;
+    }
+    limits::check(&Needs {
+        backing,
+        bytes,
+        machines,
+        vcpus: guest.vcpus,
+        engine: guest.engine(),
+    })
 }
 
 /// Checks that the host has room for `machines` machines of `memory_bytes` bytes.

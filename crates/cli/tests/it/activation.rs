@@ -7,16 +7,22 @@ use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
 
-/// Starts `receive` as a service manager does. The shell moves the socket from descriptor 0 to 3,
-/// and keeps its process id.
+/// Starts `receive` as a service manager does.
 fn activated(socket: OwnedFd, fds: &str, control: &str, dir: &Dir) -> Process {
+    let command = activated_command(fds, control, dir);
+    Process::spawn_reading(command, Stdio::from(socket))
+}
+
+/// A command that has the socket as descriptor 0. The shell moves it to 3, and keeps its process
+/// id.
+pub(crate) fn activated_command(fds: &str, control: &str, dir: &Dir) -> Command {
     let mut command = Command::new("sh");
     let script = format!(
         "exec 3<&0 0</dev/null; LISTEN_FDS={fds} LISTEN_PID=$$ exec {PAGEFERRY} receive \
          --activated --control {control} --dead-after 500ms"
     );
     command.args(["-c", &script]).env("TMPDIR", dir.path(""));
-    Process::spawn_reading(command, Stdio::from(socket))
+    command
 }
 
 #[test]

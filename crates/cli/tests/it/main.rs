@@ -26,13 +26,18 @@ mod interrupts;
 )]
 mod json_document;
 mod json_output;
+mod limits;
 mod linux;
 mod linux_moves;
 mod metrics;
+mod named_files;
 mod names;
+mod output;
 mod peers;
 mod recovery;
 mod schedules;
+#[cfg(target_arch = "x86_64")]
+mod service_filter;
 mod set;
 mod sizes;
 mod support;

@@ -215,6 +215,25 @@ fn bad_requests_are_refused_and_slow_ones_hold_up_nobody() {
 }
 
 #[test]
+fn idle_clients_do_not_keep_a_scraper_out() {
+    let (destination, address) = destination();
+    let idle: Vec<TcpStream> = (0..40)
+        .map(|_| TcpStream::connect(&address).expect("a listener"))
+        .collect();
+    for _ in 0..3 {
+        Page::scrape(&address);
+    }
+    // They cost few threads and descriptors.
+    let count = |what: &str| {
+        let path = format!("/proc/{}/{what}", destination.process.pid());
+        std::fs::read_dir(path).unwrap().count()
+    };
+    assert!(count("task") < 40, "{} threads", count("task"));
+    assert!(count("fd") < 40, "{} descriptors", count("fd"));
+    drop(idle);
+}
+
+#[test]
 fn metrics_for_other_hosts_are_refused() {
     let dir = Dir::new();
     let listen = format!("unix:{}", dir.path("in").display());

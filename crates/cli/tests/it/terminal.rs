@@ -200,7 +200,7 @@ fn a_command_that_stops_gives_the_terminal_back_and_takes_it_again() {
     assert_eq!(pty.settings(), before);
 }
 
-fn is_stopped(pid: u32) -> bool {
+pub(crate) fn is_stopped(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     stat.rsplit_once(')')
         .unwrap()

@@ -4,11 +4,12 @@ use super::bus::{Access, Bus, BusFault, Reserved};
 use super::csr::{Cause, Mode, NoCsr, STIMECMP};
 use super::decode::{funct3, funct5, imm_b, imm_j};
 use super::exit::HartExit;
-use super::int::{AmoInt, AmoOp};
+use super::int::{AmoInt, AmoOp, GuestInt as _};
 use super::op::{Kind, Op, SINK};
 use super::paging::ASID_BITS;
 use super::sync::{Ordering, fence};
 use super::{Hart, MmioLoad, Reservation};
+use pageferry_addr::first_access;
 
 /// The outcome of one instruction.
 pub(super) enum Step {
@@ -281,14 +282,22 @@ fn sign_extend<T: AmoInt>(value: T) -> u64 {
     ((value.to_u64() << shift) as i64 >> shift) as u64
 }
 
-/// A misaligned load, byte by byte. The ISA does not require more, and a fault in between has no
-/// effect.
+/// A misaligned load, by accesses that are naturally aligned. A fault in between has no effect.
 fn load_bytes<B: Bus>(bus: &mut B, address: u64, size: u8) -> Result<u64, BusFault> {
-    let mut bytes = [0; 8];
-    for (i, byte) in bytes.iter_mut().enumerate().take(usize::from(size)) {
-        *byte = bus.load::<u8>(address.wrapping_add(i as u64))?;
+    let size = u64::from(size);
+    let (mut value, mut done) = (0, 0);
+    while done < size {
+        let at = address.wrapping_add(done);
+        let bytes = first_access(at, size - done);
+        let part = match bytes {
+            1 => bus.load::<u8>(at)?.to_u64(),
+            2 => bus.load::<u16>(at)?.to_u64(),
+            _ => bus.load::<u32>(at)?.to_u64(),
+        };
+        value |= part << (8 * done);
+        done += bytes;
     }
-    Ok(u64::from_le_bytes(bytes))
+    Ok(value)
 }
 
 fn illegal(raw: u32) -> Step {

@@ -1,7 +1,9 @@
 //! LR and SC between vCPUs, through the vCPUs' TLBs; and watched pages that become unwatched.
 
-use crate::support::vm::{HostRam, PAGE, asm::*, vcpu, vm};
+use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm};
 use pageferry_hypervisor::{Exit, VcpuCore};
+use pageferry_testkit::{Stop, stress_time};
+use std::time::{Duration, Instant};
 
 const WORD: u64 = 2 * PAGE + 64;
 
@@ -181,4 +183,48 @@ fn counts_by_lr_and_sc_are_exact_while_pages_become_unwatched() {
         }
     });
     assert_eq!(ram.get(WORD), 2 * ROUNDS);
+}
+
+/// A misaligned access covers aligned halves of words. Each of them is one access, with all of the
+/// bits of one store.
+#[test]
+fn a_misaligned_access_tears_no_aligned_part() {
+    const COPY: u64 = WORD + 64;
+    let ram = HostRam::new(4);
+    // Stores 0 and all ones in turn. a1: the middle of WORD, a2: all ones.
+    ram.code(0, &[sd(X0, A1, 0), sd(A2, A1, 0), beq(X0, X0, -8)]);
+    // Loads there, and stores what it has loaded to COPY, aligned.
+    ram.code(PAGE, &[ld(A0, A1, 0), sd(A0, A3, 0), beq(X0, X0, -8)]);
+    let whole = |half: u32| half == 0 || half == u32::MAX;
+    let halves = |offset| [ram.get(offset) as u32, (ram.get(offset) >> 32) as u32];
+    let check_stores = |_| {
+        let (first, second) = (halves(WORD)[1], halves(WORD + 8)[0]);
+        assert!(whole(first) && whole(second), "{first:#x}, {second:#x}");
+    };
+    let check_loads = |turn: u32| {
+        let word = if turn.is_multiple_of(2) { 0 } else { u64::MAX };
+        ram.set(WORD, word);
+        ram.set(WORD + 8, word);
+        let [first, second] = halves(COPY);
+        assert!(whole(first) && whole(second), "{first:#x}, {second:#x}");
+    };
+    let vm = vm(&ram);
+    let checks: [(u64, &dyn Fn(u32)); 2] = [(0, &check_stores), (PAGE, &check_loads)];
+    for (id, (pc, check)) in (0..).zip(checks) {
+        let mut vcpu = vcpu(&vm, id, pc);
+        vcpu.hart_mut().set_x(11, WORD + 4);
+        vcpu.hart_mut().set_x(12, u64::MAX);
+        vcpu.hart_mut().set_x(13, COPY);
+        let stop = Stop::new();
+        std::thread::scope(|scope| {
+            let _stop = StopOnDrop(&stop, vec![vcpu.kick_handle()]);
+            scope.spawn(move || assert_eq!(vcpu.run(), Exit::Kicked));
+            let until = Instant::now() + stress_time(Duration::from_millis(200));
+            let mut turn = 0;
+            while Instant::now() < until {
+                (turn..turn + 100).for_each(check);
+                turn += 100;
+            }
+        });
+    }
 }

@@ -35,7 +35,8 @@ pub enum ImageError {
     /// The kernel has compressed instructions.
     #[error(
         "the kernel has compressed instructions (extension C), which our harts lack: build it for \
-         rv64ima, with CONFIG_RISCV_ISA_C=n"
+         rv64ima, with CONFIG_NONPORTABLE=y, CONFIG_EFI=n and CONFIG_RISCV_ISA_C=n (PORTABLE \
+         selects EFI, and EFI selects C)"
     )]
     Compressed,
     /// A field of the header has an impossible value.
@@ -127,12 +128,33 @@ fn other_format(kernel: &[u8]) -> Option<&'static str> {
     if kernel.len() < HEADER {
         return None;
     }
+    // The header of a kernel that unpacks itself under EFI (drivers/firmware/efi/libstub,
+    // `zboot-header.S`) names the format of the packed kernel at byte 24.
+    if starts(b"MZ") && at(4, b"zimg") {
+        return Some(match kernel.get(24..28) {
+            Some(b"gzip") => "an EFI zboot image, packed with gzip",
+            Some(b"zstd") => "an EFI zboot image, packed with zstd",
+            Some(b"xzke") => "an EFI zboot image, packed with xz",
+            Some(b"lzma") => "an EFI zboot image, packed with lzma",
+            Some(b"lzo\0") => "an EFI zboot image, packed with lzo",
+            Some(b"lz4\0") => "an EFI zboot image, packed with lz4",
+            _ => "an EFI zboot image",
+        });
+    }
     Some(if starts(b"\x1f\x8b") {
         "compressed with gzip"
     } else if starts(b"\xfd7zXZ") {
         "compressed with xz"
     } else if starts(b"\x28\xb5\x2f\xfd") {
         "compressed with zstd"
+    } else if starts(b"\x02\x21\x4c\x18") || starts(b"\x04\x22\x4d\x18") {
+        "compressed with lz4"
+    } else if starts(b"\x5d\0\0") {
+        "compressed with lzma"
+    } else if starts(b"BZh") {
+        "compressed with bzip2"
+    } else if starts(b"\x89LZO\0") {
+        "compressed with lzo"
     } else if starts(b"\x7fELF") {
         "an ELF file"
     } else if at(56, b"ARM\x64") {
@@ -203,6 +225,12 @@ pub(super) mod tests {
             (&b"\x1f\x8b"[..], 0, "gzip"),
             (b"\xfd7zXZ", 0, "xz"),
             (b"\x28\xb5\x2f\xfd", 0, "zstd"),
+            (b"\x02\x21\x4c\x18", 0, "lz4"),
+            (b"\x04\x22\x4d\x18", 0, "lz4"),
+            (b"\x5d\0\0\x80", 0, "lzma"),
+            (b"BZh9", 0, "bzip2"),
+            (b"\x89LZO\0", 0, "lzo"),
+            (b"MZ\0\0zimg", 0, "EFI zboot"),
             (b"\x7fELF", 0, "ELF"),
             (b"ARM\x64", 56, "arm64"),
             (b"HdrS", 0x202, "x86"),
@@ -213,6 +241,22 @@ pub(super) mod tests {
                 kernel[at..at + magic.len()].copy_from_slice(magic);
             });
             assert!(why.to_string().contains(name), "{why}");
+        }
+        for (name, shown) in [
+            (b"gzip", "gzip"),
+            (b"zstd", "zstd"),
+            (b"xzke", "xz"),
+            (b"lzma", "lzma"),
+            (b"lzo\0", "lzo"),
+            (b"lz4\0", "lz4"),
+        ] {
+            let why = changed(|kernel| {
+                kernel[..8].copy_from_slice(b"MZ\0\0zimg");
+                kernel[24..28].copy_from_slice(name);
+                kernel[56] = 0;
+            });
+            let expected = format!("EFI zboot image, packed with {shown}");
+            assert!(why.to_string().contains(&expected), "{why}");
         }
         for length in [0, 10, 63] {
             let short = changed(|kernel| kernel.truncate(length));
@@ -247,6 +291,13 @@ pub(super) mod tests {
             }
         });
         assert_eq!(mixed, ImageError::Compressed);
+        for line in [
+            "CONFIG_NONPORTABLE=y",
+            "CONFIG_EFI=n",
+            "CONFIG_RISCV_ISA_C=n",
+        ] {
+            assert!(mixed.to_string().contains(line), "{mixed}");
+        }
     }
 
     proptest! {

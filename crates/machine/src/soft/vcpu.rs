@@ -66,13 +66,20 @@ impl SoftVcpu {
             return false;
         };
         self.told = RunState::Started;
-        let mut state = Hart::new().state();
-        state.instret = self.core.hart().instret();
+        let before = self.core.hart().state();
+        let state = hart::HartState {
+            instret: before.instret,
+            // The vCPU may have taken an interrupt that came after the request for the start.
+            sip: before.sip,
+            ..Hart::new().state()
+        };
         self.begin(state, entry, opaque);
         true
     }
 
-    /// Lets the hart begin at `entry`, as SBI's HSM extension defines it.
+    /// Lets the hart begin at `entry`, as SBI's HSM extension defines it. `state` is of the hart
+    /// alone. Interrupts that other threads raise meanwhile stay raised, so the vCPU takes them at
+    /// its next entry.
     fn begin(&mut self, mut state: hart::HartState, entry: u64, opaque: u64) {
         state.pc = entry;
         state.mode = hart::Mode::Supervisor;
@@ -80,7 +87,7 @@ impl SoftVcpu {
         state.sstatus &= !STATUS_SIE;
         state.x[usize::from(A0)] = self.core.id().into();
         state.x[usize::from(A1)] = opaque;
-        let begun = self.core.set_state(&state);
+        let begun = self.core.hart_mut().set_state(&state);
         begun.expect("a state of a hart, with an address that was checked");
     }
 
@@ -93,12 +100,15 @@ impl SoftVcpu {
         }
     }
 
+    /// Replaces the whole state. Interrupts and starts that other harts have sent before end here.
     fn set_state(&mut self, state: &hart::HartState) -> Result<(), MachineError> {
         self.core
             .set_state(state)
             .map_err(|e| MachineError::BadState(e.to_string()))?;
         self.halted = false;
-        self.tell();
+        // Also if it is as before: the entry may hold a start.
+        self.told = state.run_state;
+        self.harts.set(self.core.id(), state.run_state);
         Ok(())
     }
 
@@ -117,7 +127,7 @@ impl SoftVcpu {
             Ok(Next::Suspend { resume }) => {
                 match resume {
                     None => self.answer(0, 0),
-                    Some((entry, opaque)) => self.begin(self.core.state(), entry, opaque),
+                    Some((entry, opaque)) => self.begin(self.core.hart().state(), entry, opaque),
                 }
                 self.core.hart_mut().set_run_state(RunState::Suspended);
             }
@@ -136,7 +146,8 @@ impl SoftVcpu {
 
     /// Lets the hart repeat the ECALL that it has left with.
     fn step_back(&mut self) {
-        let call = self.core.hart().pc() - 4;
+        // The ECALL may be the last instruction of the address space.
+        let call = self.core.hart().pc().wrapping_sub(4);
         let repeated = self.core.hart_mut().set_pc(call);
         repeated.expect("the address of the ECALL");
     }

@@ -256,6 +256,74 @@ fn every_write_is_in_a_harvest() {
     });
 }
 
+/// Extents whose first or last bytes are parts of words.
+pub(crate) const EXTENTS: [(usize, usize); 8] = [
+    (2, 2),
+    (4, 4),
+    (2, 14),
+    (6, 23),
+    (12, 4),
+    (8, 7),
+    (4090, 10),
+    (4094, 4110),
+];
+
+/// Whether each naturally aligned part of 2, 4 or 8 bytes in `extent` has the bytes of one write.
+/// Each write writes one value to all bytes. `bytes` starts at an address that is a multiple of 8.
+pub(crate) fn is_untorn((start, len): (usize, usize), bytes: &[u8]) -> bool {
+    let inside = |part: usize, size| start <= part && part + size <= start + len;
+    [2, 4, 8].into_iter().all(|size| {
+        let parts = bytes.chunks_exact(size).zip((0..).step_by(size));
+        parts.filter(|(_, at)| inside(*at, size)).all(|(part, _)| {
+            let [first, rest @ ..] = part else {
+                return true;
+            };
+            rest.iter().all(|byte| byte == first)
+        })
+    })
+}
+
+/// Calls `check` again and again while another thread calls `write` with 0 and 255 in turn.
+pub(crate) fn beside(write: impl Fn(u8) + Sync, mut check: impl FnMut()) {
+    let stop = Stop::new();
+    std::thread::scope(|scope| {
+        let _stop = stop.on_drop();
+        scope.spawn(|| {
+            while !stop.is_stopped() {
+                [0, 0xff].into_iter().for_each(&write);
+            }
+        });
+        let until = Instant::now() + Duration::from_millis(50);
+        while Instant::now() < until {
+            (0..100).for_each(|_| check());
+        }
+    });
+}
+
+#[test]
+fn an_access_tears_no_aligned_part() {
+    on_each_engine(|new| {
+        let ram = new.machine.ram();
+        for extent in EXTENTS {
+            let (start, len) = extent;
+            let (at, words) = (Gpa(start as u64), (start + len).next_multiple_of(8));
+            let mut bytes = vec![0; words];
+            // All words of 8 bytes, which are single accesses in any case.
+            let write = |value| ram.try_write(at, &vec![value; len]).unwrap();
+            beside(write, || {
+                ram.try_read(Gpa(0), &mut bytes).unwrap();
+                assert!(is_untorn(extent, &bytes), "torn write of {extent:?}");
+            });
+            bytes.fill(0);
+            let write = |value| ram.try_write(Gpa(0), &vec![value; words]).unwrap();
+            beside(write, || {
+                ram.try_read(at, &mut bytes[start..start + len]).unwrap();
+                assert!(is_untorn(extent, &bytes), "torn read of {extent:?}");
+            });
+        }
+    });
+}
+
 /// The edges of memory that has a hole: the starts of the accesses under test.
 fn edges(bytes: u64) -> [u64; 4] {
     [

@@ -11,6 +11,7 @@ use pageferry_vm_memory::SlotMemory;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use vm_memory::{
     Bytes, FileOffset, GuestAddress, GuestAddressSpace, GuestMemoryMmap, GuestRegionMmap,
 };
@@ -203,4 +204,71 @@ fn huge_pages_of_a_pool_are_adopted() {
     let mut bytes = [0; 13];
     ram.try_read((RamPage(511), 4092), &mut bytes).unwrap();
     assert_eq!(&bytes, b"over the edge");
+}
+
+#[test]
+fn regions_that_share_bytes_of_a_memfd_are_refused() {
+    let empty = MemfdFlags::empty();
+    let (one, two) = (
+        memfd(4 * MIB, empty).unwrap(),
+        memfd(4 * MIB, empty).unwrap(),
+    );
+    const HIGH: u64 = 1 << 30;
+    // The same file by another open file description: the device and the inode tell.
+    let again = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&one));
+    let again = std::fs::File::options().read(true).write(true).open(again);
+    let again = OwnedFd::from(again.unwrap());
+    for (file, offset, bytes, shared) in [
+        (&one, MIB, 2 * MIB, true),
+        (&one, 2 * MIB - PAGE_SIZE, MIB, true),
+        (&one, 0, MIB + PAGE_SIZE, true),
+        (&one, 0, 4 * MIB, true),
+        (&one, MIB + PAGE_SIZE, PAGE_SIZE, true),
+        (&again, MIB, MIB, true),
+        (&one, 2 * MIB, 2 * MIB, false),
+        (&one, 0, MIB, false),
+        (&two, MIB, MIB, false),
+    ] {
+        let regions = vec![
+            region(MIB, MIB, &two, 0),
+            region(8 * MIB, MIB, &one, MIB),
+            region(HIGH, bytes, file, offset),
+        ];
+        match adopt(regions) {
+            Ok(_) => assert!(!shared, "{bytes} bytes from {offset}"),
+            Err(why) => {
+                let why = why.to_string();
+                let named = [Gpa(HIGH), Gpa(8 * MIB)].map(|at| why.contains(&at.to_string()));
+                assert!(shared && named == [true; 2], "{why}");
+            }
+        }
+    }
+}
+
+/// Whoever holds the memfd may shrink it beside the call. Then it is refused, or it was sealed
+/// first.
+#[test]
+fn a_memfd_that_shrinks_meanwhile_is_refused_or_keeps_its_size() {
+    let mut shrunk = 0;
+    for round in 0..2000 {
+        let fd = memfd(MIB, MemfdFlags::empty()).unwrap();
+        let go = AtomicBool::new(false);
+        let adopted = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !go.load(Ordering::Acquire) {
+                    std::hint::spin_loop();
+                }
+                // At another moment of the call each time.
+                (0..round % 97 * 7).for_each(|_| std::hint::spin_loop());
+                let _ = ftruncate(&fd, PAGE_SIZE);
+            });
+            let regions = vec![region(0, MIB, &fd, 0)];
+            go.store(true, Ordering::Release);
+            adopt(regions).is_ok()
+        });
+        let size = rustix::fs::fstat(&fd).unwrap().st_size as u64;
+        assert!(!adopted || size == MIB, "adopted 1 MiB of {size} bytes");
+        shrunk += u32::from(size < MIB);
+    }
+    println!("{shrunk} memfds shrank in time");
 }

@@ -1,6 +1,6 @@
 //! Devices written against `vm-memory`, on machines whose pages are missing.
 
-use crate::access::{Bringer, PAGES, on_each_delivery};
+use crate::access::{Bringer, EXTENTS, PAGES, beside, is_untorn, on_each_delivery};
 use crate::place::placing;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{AccessError, DeviceMemory, Engine, MachineSpec, create};
@@ -221,4 +221,61 @@ fn a_device_that_holds_on_to_memory_keeps_a_migration_away() {
         let value: u32 = memory.memory().read_obj(GuestAddress(0)).unwrap();
         assert_eq!(value, 7);
     });
+}
+
+/// A device may copy through a region, from and to buffers at any host address.
+#[test]
+fn a_copy_through_a_region_tears_no_aligned_part() {
+    let new = create(Engine::Soft, MachineSpec::new(1, PAGES * PAGE_SIZE)).unwrap();
+    let memory = DeviceMemory::new(Arc::clone(new.machine.ram()), || false);
+    let view = memory.memory();
+    let region = view.iter().next().unwrap();
+    for extent in EXTENTS {
+        let (start, len) = extent;
+        let (at, words) = (start as u64, (start + len).next_multiple_of(8));
+        let mut bytes = vec![0; words + 1];
+        let write = |value| {
+            let buffer = vec![value; len + 1];
+            region
+                .write_slice(&buffer[1..], MemoryRegionAddress(at))
+                .unwrap();
+        };
+        let ram = new.machine.ram();
+        beside(write, || {
+            ram.try_read(RamPage(0), &mut bytes[..words]).unwrap();
+            assert!(
+                is_untorn(extent, &bytes[..words]),
+                "torn write of {extent:?}"
+            );
+        });
+        bytes.fill(0);
+        let write = |value| ram.try_write(RamPage(0), &vec![value; words]).unwrap();
+        beside(write, || {
+            let buffer = &mut bytes[1 + start..1 + start + len];
+            region.read_slice(buffer, MemoryRegionAddress(at)).unwrap();
+            assert!(is_untorn(extent, &bytes[1..]), "torn read of {extent:?}");
+        });
+    }
+}
+
+#[test]
+fn copies_through_a_region_end_with_it_and_are_logged() {
+    let new = create(Engine::Soft, MachineSpec::new(1, PAGES * PAGE_SIZE)).unwrap();
+    new.machine.set_dirty_log(true).unwrap();
+    let memory = DeviceMemory::new(Arc::clone(new.machine.ram()), || false);
+    let view = memory.memory();
+    let region = view.iter().next().unwrap();
+    let end = PAGES * PAGE_SIZE;
+    let at = MemoryRegionAddress(end - 3);
+    assert_eq!(region.write(b"abcde", at).unwrap(), 3);
+    let mut bytes = [b'-'; 5];
+    assert_eq!(region.read(&mut bytes, at).unwrap(), 3);
+    assert_eq!(&bytes, b"abc--");
+    assert!(region.write_slice(b"abcd", at).is_err());
+    assert!(region.read_slice(&mut bytes, at).is_err());
+    let behind = MemoryRegionAddress(end + 1);
+    assert!(region.write(b"", behind).is_err() && region.read(&mut [], behind).is_err());
+    let dirty = PageBitmap::new(PAGES as usize);
+    assert_eq!(new.machine.harvest_dirty(&dirty, true).unwrap(), 1);
+    assert!(dirty.test(RamPage(PAGES - 1)));
 }

@@ -114,3 +114,45 @@ fn a_kick_in_a_sleep_on_a_page_table_is_not_lost() {
         }
     }
 }
+
+/// The place of the value of a model-specific register in a state. A `kvm_msr_entry` has the index,
+/// a reserved word, and the value.
+fn msr_in(state: &[u8], index: u32) -> Range<usize> {
+    let entry = u64::from(index).to_le_bytes();
+    let at = state.windows(8).position(|bytes| bytes == entry);
+    let at = at.expect("the register travels") + 8;
+    at..at + 8
+}
+
+/// KVM looks for the page of a clock when the register is set, and the page comes only when the
+/// guest runs.
+#[test]
+fn a_clock_whose_page_is_missing_delays_no_restore_and_is_part_of_the_state() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in [Delivery::Minor, Delivery::Missing, Delivery::Poison] {
+        for index in [0x12, 0x4b56_4d01] {
+            let mut new = machine_with(1, DATA.0 + 1, kvm::Irqchip::None);
+            if no_delivery(new.machine.as_ref(), delivery) {
+                continue;
+            }
+            let (missing, _events) = armed(new.machine.as_ref(), delivery);
+            missing.set(DATA);
+            new.machine.begin_postcopy().unwrap();
+            let mut vcpu = new.vcpus.remove(0);
+            let (out, restored) = channel();
+            let value = (DATA.byte_offset() | 1).to_le_bytes();
+            std::thread::spawn(move || {
+                let mut state = vcpu.save().unwrap();
+                let place = msr_in(&state.0, index);
+                state.0[place.clone()].copy_from_slice(&value);
+                vcpu.restore(&state).unwrap();
+                let again = vcpu.save().unwrap();
+                let _ = out.send(again.0[msr_in(&again.0, index)].to_vec());
+            });
+            let again = restored.recv_timeout(LIMIT).expect("no sleep");
+            assert_eq!(again, value, "{delivery}, {index:#x}");
+        }
+    }
+}

@@ -7,12 +7,14 @@ use pageferry_machine::{
     Vcpu, VcpuState, create,
 };
 use pageferry_testkit::rv64::{
-    A0, A1, A2, A6, A7, DBCN, ECALL, HSM, IPI, SRST, WFI, addi, call, csrs, ld, li, sd, slli,
+    A0, A1, A2, A6, A7, DBCN, ECALL, HSM, IPI, SRST, WFI, ZERO, add, addi, and, bne, call, csrs,
+    ld, li, sd, slli,
 };
+use pageferry_testkit::{LIMIT, Stop};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A machine with `programs`, one a page. The first hart starts at the first one.
 fn machine(vcpus: u32, programs: &[&[Vec<u32>]]) -> NewMachine {
@@ -209,11 +211,7 @@ fn a_state_has_what_other_harts_have_sent() {
         vcpu.restore(state).unwrap();
     }
     assert_eq!(next(&mut other.vcpus[1]), rang(3));
-    assert_eq!(
-        u64::from_le_bytes(*states[0].0[296..].first_chunk().unwrap()),
-        2,
-        "sip.SSIP"
-    );
+    assert_eq!(pending(&states[0]), 2, "sip.SSIP");
 }
 
 #[test]
@@ -256,27 +254,17 @@ fn a_kick_ends_every_wait() {
     }
 }
 
+/// A suspend of the hart that resumes at `entry`. The type needs 32 bits: 1 << 31, by li and slli.
+fn suspend_without_state(entry: u32) -> Vec<u32> {
+    let kind = [li(A0, 1 << 30).to_vec(), vec![slli(A0, A0, 1)]].concat();
+    let others = [li(A1, entry), li(A2, 0), li(A6, 3), li(A7, HSM)].concat();
+    [kind, others, vec![ECALL]].concat()
+}
+
 #[test]
 fn a_suspended_hart_goes_on_after_an_interrupt() {
     let enable = [li(A2, 2).to_vec(), vec![csrs(0x104, A2)]].concat();
-    let lost = 0x8000_0000_u32;
-    for (suspend, rung) in [
-        (call(HSM, 3, &[0]), 5),
-        // The type needs 32 bits: 1 << 31, by li and slli.
-        (
-            [
-                li(A0, lost >> 1).to_vec(),
-                vec![slli(A0, A0, 1)],
-                li(A1, 0x1000).to_vec(),
-                li(A2, 0).to_vec(),
-                li(A6, 3).to_vec(),
-                li(A7, HSM).to_vec(),
-                vec![ECALL],
-            ]
-            .concat(),
-            6,
-        ),
-    ] {
+    for (suspend, rung) in [(call(HSM, 3, &[0]), 5), (suspend_without_state(0x1000), 6)] {
         let mut new = machine(
             1,
             &[&[enable.clone(), suspend, doorbell(5)], &[doorbell(6)]],
@@ -328,4 +316,144 @@ fn a_load_from_a_device_gets_its_answer() {
     assert_eq!(vcpu.run().unwrap(), rang(0x1234_5678_9abc_def0));
     assert_eq!(vcpu.run().unwrap(), read);
     assert_eq!(vcpu.run().unwrap(), rang(u64::MAX), "without an answer");
+}
+
+/// An interrupt that is sent to a hart while its start waits for its thread.
+#[test]
+fn an_interrupt_before_the_first_instruction_stays_pending() {
+    let program = [call(HSM, 0, &[1, 0x1000, 5]), call(IPI, 0, &[2, 0]), end()];
+    let mut new = machine(2, &[&program, &[doorbell(3)]]);
+    assert_eq!(new.vcpus[0].run().unwrap(), ENDED);
+    let state = new.vcpus[1].save().unwrap();
+    assert_eq!(pending(&state), 2, "sip.SSIP of a hart that has just begun");
+    assert_eq!(next(&mut new.vcpus[1]), rang(3));
+    assert_eq!(pending(&new.vcpus[1].save().unwrap()), 2, "nobody took it");
+}
+
+/// The saved `sip`.
+fn pending(state: &VcpuState) -> u64 {
+    u64::from_le_bytes(*state.0[296..].first_chunk().unwrap())
+}
+
+/// Hart 1 suspends, and hart 0 interrupts it at any point of the suspend. Each interrupt wakes it
+/// once, for each kind of suspend.
+#[test]
+fn no_interrupt_beside_a_suspend_is_lost() {
+    const ROUNDS: u32 = 3000;
+    const WOKEN: u32 = 0x4000;
+    let (rounds, sent, woken, place, spins) = (20, 21, 22, 23, 24);
+    // csrrc zero, sip, a2: lowers SSIP.
+    let lower = |rs: u32| 0x1440_3073 | rs << 15;
+    for suspend in [call(HSM, 3, &[0]), suspend_without_state(0x1000)] {
+        // It waits until hart 1 has woken as often as it was interrupted, then for 0 to 255 turns,
+        // and sends the next one.
+        let turn = [
+            vec![ld(woken, place), bne(woken, sent, -4), addi(sent, sent, 1)],
+            li(spins, 255).to_vec(),
+            vec![and(spins, spins, sent), addi(spins, spins, 1)],
+            vec![addi(spins, spins, -1), bne(spins, ZERO, -4)],
+            call(IPI, 0, &[2, 0]),
+        ]
+        .concat();
+        let back = bne(sent, rounds, -4 * turn.len() as i32);
+        let first = [
+            [li(rounds, ROUNDS), li(place, WOKEN)].concat(),
+            call(HSM, 0, &[1, 0x1000, 0]),
+            turn,
+            vec![back],
+            end(),
+        ];
+        // It begins here at each wake-up: lowers SSIP, counts the wake-up in memory, suspends. The
+        // start counts as well, from -1.
+        let count = vec![ld(woken, place), addi(woken, woken, 1), sd(woken, place)];
+        let second = [
+            [li(A2, 2), li(place, WOKEN)].concat(),
+            vec![csrs(0x104, A2), lower(A2)],
+            count,
+            suspend,
+            // A retentive suspend goes on here.
+            vec![bne(place, ZERO, 0)],
+        ];
+        let mut second = second.concat();
+        let end = second.len() - 1;
+        second[end] = bne(place, ZERO, -4 * end as i32);
+        let mut new = machine(2, &[&first, &[second]]);
+        let ram = Arc::clone(new.machine.ram());
+        ram.try_write(Gpa(WOKEN.into()), &u64::MAX.to_le_bytes())
+            .unwrap();
+        let mut harts = new.vcpus.drain(..);
+        let (mut first, mut second) = (harts.next().unwrap(), harts.next().unwrap());
+        let kickers = [first.kicker(), second.kicker()];
+        let (done, deadline) = (Stop::new(), Instant::now() + LIMIT);
+        thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                while !done.is_stopped() {
+                    assert_eq!(second.run().unwrap(), Exit::Kicked);
+                }
+            });
+            let watch = scope.spawn(|| {
+                while !done.is_stopped() && Instant::now() < deadline {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                kickers.iter().for_each(|kicker| kicker.kick());
+            });
+            let exit = first.run().unwrap();
+            done.stop();
+            watch.join().unwrap();
+            kickers[1].kick();
+            other.join().unwrap();
+            let mut woken = [0; 8];
+            ram.try_read(Gpa(WOKEN.into()), &mut woken).unwrap();
+            let woken = u64::from_le_bytes(woken);
+            assert_eq!(exit, ENDED, "hart 1 woke {woken} times of {ROUNDS}");
+        });
+    }
+}
+
+/// A start that its hart has not carried out is no part of another state.
+#[test]
+fn a_restored_state_replaces_a_start_under_way() {
+    let run_state = |state: &VcpuState| state.0[384];
+    let mut new = machine(2, &[&[call(HSM, 0, &[1, 0x1000, 5]), end()]]);
+    let stopped = new.vcpus[1].save().unwrap();
+    assert_eq!(run_state(&stopped), 1);
+    assert_eq!(new.vcpus[0].run().unwrap(), ENDED);
+    new.vcpus[1].restore(&stopped).unwrap();
+    let state = new.vcpus[1].save().unwrap();
+    assert_eq!(run_state(&state), 1, "the restored hart is stopped");
+}
+
+/// A call whose ECALL is the last instruction of the address space, so that the next one is at 0. A
+/// reset steps back, so that the hart makes the call again.
+#[test]
+fn a_call_at_the_end_of_the_address_space_is_a_call() {
+    // Sv39 with the root in page 16. It maps the first GiB at its own addresses, and page 1 at the
+    // last address.
+    let (satp, root) = (20, 21);
+    let code = [
+        [li(satp, 1), li(root, 16)].concat(),
+        vec![slli(satp, satp, 31), slli(satp, satp, 32)],
+        // csrrw zero, satp, x20, which is or'ed with the root's page.
+        vec![add(satp, satp, root), 0x1800_1073 | satp << 15],
+        [li(A0, 0), li(A1, 0), li(A6, 0), li(A7, SRST)].concat(),
+        // jalr zero, -4(zero)
+        vec![0xffc0_0067],
+    ];
+    let mut new = machine(1, &[&code]);
+    let ram = new.machine.ram();
+    let leaf = |page: u64| page << 10 | 0xcf;
+    let table = |page: u64| page << 10 | 1;
+    for (page, index, entry) in [
+        (16, 0, leaf(0)),
+        (16, 511, table(17)),
+        (17, 511, table(18)),
+        (18, 511, leaf(1)),
+    ] {
+        ram.try_write((RamPage(page), index * 8), &entry.to_le_bytes())
+            .unwrap();
+    }
+    ram.try_write((RamPage(1), PAGE_SIZE - 4), &ECALL.to_le_bytes())
+        .unwrap();
+    assert_eq!(new.vcpus[0].run().unwrap(), ENDED);
+    assert_eq!(new.vcpus[0].run().unwrap(), ENDED, "it repeats the call");
 }

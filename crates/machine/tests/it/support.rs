@@ -7,7 +7,7 @@ use pageferry_machine::{
     Backing, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, RamLayout, StartState,
     Vcpu, kvm,
 };
-pub(crate) use pageferry_testkit::runs_in_child;
+pub(crate) use pageferry_testkit::process::runs_in_child;
 use pageferry_testkit::{LIMIT, skip};
 use std::ops::Range;
 use std::sync::Arc;

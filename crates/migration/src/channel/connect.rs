@@ -1,29 +1,38 @@
 //! Opens connections, with a limit and an interruption.
 
-use rustix::event::PollFlags;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with, sockopt};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::connection::is_loopback;
-use super::wait::Waiter;
-use super::{ChannelError, Connection, OpenError, Wait};
+use super::connection::{is_loopback, peer_address};
+use super::{ChannelError, Connection, OpenError, Wait, race};
 use crate::address::Address;
 
 /// The pause between two attempts to connect to a unix listener whose queue is full.
 const QUEUE_FULL_PAUSE: Duration = Duration::from_millis(5);
 
 impl Connection {
-    /// Connects to `address`. Tries all addresses of a host in turn, each with the whole limit.
+    /// Connects to `address`. A host may have several addresses: attempts at them begin 250 ms
+    /// apart, and the first that succeeds counts. Each has the whole limit.
     ///
-    /// The name resolver has its own limits (resolv.conf(5)), and `stop` does not interrupt it.
+    /// The name resolver has its own limits (resolv.conf(5)), which `wait` does not shorten.
     ///
     /// # Errors
-    /// [`ChannelError::Open`] (of the last address tried), `TimedOut`, `Interrupted`.
+    /// [`ChannelError::Open`] (a refusal, if an address refused), `Interrupted`. For a unix socket
+    /// `TimedOut` too.
     pub fn connect(address: &Address, wait: &Wait<'_>) -> Result<Self, ChannelError> {
+        Self::connect_preferring(address, None, wait)
+    }
+
+    /// As [`connect`](Self::connect), with `worked` before all other addresses of the host.
+    pub(crate) fn connect_preferring(
+        address: &Address,
+        worked: Option<SocketAddr>,
+        wait: &Wait<'_>,
+    ) -> Result<Self, ChannelError> {
         match address {
             Address::Unix(path) => connect_unix(address, path, wait),
             Address::Tcp { host, port } => {
@@ -31,17 +40,16 @@ impl Connection {
                     let address = address.clone();
                     return Err(OpenError::PortZero { address }.into());
                 }
-                let mut failure = None;
-                for resolved in resolve(host, *port)? {
-                    match connect_tcp(address, resolved, wait) {
-                        Err(error @ ChannelError::Interrupted { .. }) => return Err(error),
-                        Err(error) => failure = Some(error),
-                        connected => return connected,
-                    }
-                }
-                Err(failure.expect("a host that was found has an address"))
+                let (socket, found) = race::connect(address, (host, *port), worked, wait)?;
+                Ok(Self::adopt(socket, found.to_string(), true)
+                    .map_err(|source| OpenError::from_os(address, source))?)
             }
         }
+    }
+
+    /// The address of a TCP peer.
+    pub(crate) fn tcp_peer(&self) -> Option<SocketAddr> {
+        peer_address(&self.socket)
     }
 }
 
@@ -79,44 +87,6 @@ pub(super) fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, OpenErro
 pub(super) fn stream_socket(family: AddressFamily) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     socket_with(family, SocketType::STREAM, flags, None)
-}
-
-fn connect_tcp(
-    address: &Address,
-    resolved: SocketAddr,
-    wait: &Wait<'_>,
-) -> Result<Connection, ChannelError> {
-    let family = match resolved {
-        SocketAddr::V4(_) => AddressFamily::INET,
-        SocketAddr::V6(_) => AddressFamily::INET6,
-    };
-    let failed = |errno: Errno| OpenError::from_os(address, errno.into());
-    let socket = stream_socket(family).map_err(failed)?;
-    match rustix::net::connect(&socket, &resolved) {
-        Ok(()) => {}
-        // The kernel completes an interrupted connect in the background (connect(2)).
-        Err(Errno::INPROGRESS | Errno::INTR) => finish(&socket, wait, failed)?,
-        Err(errno) => return Err(failed(errno).into()),
-    }
-    Ok(Connection::adopt(socket, resolved.to_string(), true)
-        .map_err(|source| OpenError::from_os(address, source))?)
-}
-
-/// Waits for the end of a connect in progress.
-fn finish(
-    socket: &OwnedFd,
-    wait: &Wait<'_>,
-    failed: impl Fn(Errno) -> OpenError,
-) -> Result<(), ChannelError> {
-    let mut waiter = Waiter::new(wait);
-    loop {
-        waiter.wait(socket.as_fd(), PollFlags::OUT)?;
-        match sockopt::socket_error(socket).map_err(&failed)? {
-            Err(errno) => return Err(failed(errno).into()),
-            Ok(()) if rustix::net::getpeername(socket).is_ok() => return Ok(()),
-            Ok(()) => {}
-        }
-    }
 }
 
 fn connect_unix(

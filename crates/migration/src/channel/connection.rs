@@ -15,6 +15,7 @@ use super::raw::{Cursor, RawSlice};
 use super::tls::Session;
 use super::wait::Waiter;
 use super::{ChannelError, Wait};
+use crate::handshake::Origin;
 use crate::wire::WireError;
 
 /// A connected stream socket, TCP or unix, with TLS or without.
@@ -25,6 +26,7 @@ use crate::wire::WireError;
 pub struct Connection {
     pub(super) socket: OwnedFd,
     peer: String,
+    origin: Origin,
     local: bool,
     /// The lock is held for one step of [`Session`], which never waits.
     pub(super) tls: Option<Box<Mutex<Session>>>,
@@ -36,10 +38,12 @@ impl Connection {
         if tcp {
             sockopt::set_tcp_nodelay(&socket, true)?;
         }
-        let local = !tcp || peer_address(&socket).is_some_and(|peer| is_loopback(peer.ip()));
+        let address = peer_address(&socket).filter(|_| tcp).map(|peer| peer.ip());
+        let local = !tcp || address.is_some_and(is_loopback);
         Ok(Self {
             socket,
             peer,
+            origin: Origin::new(address),
             local,
             tls: None,
         })
@@ -62,6 +66,11 @@ impl Connection {
     #[must_use]
     pub fn peer(&self) -> &str {
         &self.peer
+    }
+
+    /// The host of the peer, for shares of places.
+    pub(crate) const fn origin(&self) -> Origin {
+        self.origin
     }
 
     /// Whether the peer is on this host: it has a unix socket or a loopback address.
@@ -199,6 +208,11 @@ impl Connection {
     #[must_use]
     pub fn has_pending(&self) -> bool {
         self.session().is_some_and(|session| session.has_pending())
+    }
+
+    /// Whether the peer's kernel has not confirmed all bytes that the socket has taken.
+    pub(crate) fn has_unacknowledged(&self) -> bool {
+        super::raw::unacknowledged(self.socket.as_fd()) > 0
     }
 
     /// Returns an error of the kind `WouldBlock` if a read would return no bytes and no error.

@@ -101,7 +101,7 @@ pub enum OpenError {
     },
     /// The user has no permission.
     #[error(
-        "{address}: permission denied (ports below 1024 and foreign directories need privileges)"
+        "{address}: permission denied (ports below 1024, sockets and directories of other users need privileges, and a firewall of this host may refuse)"
     )]
     Denied {
         /// The address.
@@ -118,6 +118,17 @@ pub enum OpenError {
     Refused {
         /// The address.
         address: Address,
+    },
+    /// Nothing came back from this address.
+    #[error(
+        "{address} does not answer: nothing came back for {} ms; check the address, its route, and firewalls that drop packets",
+        after.as_millis()
+    )]
+    NoAnswer {
+        /// The address.
+        address: Address,
+        /// The limit.
+        after: Duration,
     },
     /// The host's name was not found.
     #[error("the host `{host}` was not found: {source}")]

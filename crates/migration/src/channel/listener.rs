@@ -15,8 +15,9 @@ use super::wait::Waiter;
 use super::{ChannelError, Connection, OpenError, Wait};
 use crate::address::Address;
 
-/// The most connections that wait to be accepted.
-const BACKLOG: i32 = 64;
+/// The most connections that wait to be accepted. The kernel keeps them, and a crowd of strangers
+/// must not fill this before they are accepted: a further source would try again after a second.
+const BACKLOG: i32 = 512;
 
 /// A listening socket. A unix socket has mode 0600 from the start. Dropping the listener removes
 /// the file if it is still this listener's.

@@ -20,6 +20,7 @@ mod connect;
 mod connection;
 mod error;
 mod listener;
+mod race;
 mod raw;
 mod secure;
 mod send;

@@ -181,6 +181,20 @@ impl<'a> Cursor<'a> {
     }
 }
 
+/// The bytes that a stream socket has taken and the peer's kernel has not confirmed: `SIOCOUTQ` of
+/// tcp(7) and unix(7). Zero if the kernel does not say.
+pub(super) fn unacknowledged(fd: BorrowedFd<'_>) -> u64 {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: `TIOCOUTQ` is `SIOCOUTQ`, which writes an `int` to `bytes`. The descriptor is open
+    // while it is borrowed.
+    let told = unsafe { libc::ioctl(fd.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if told == 0 {
+        u64::try_from(bytes).unwrap_or(0)
+    } else {
+        0
+    }
+}
+
 /// Copies memory that other threads may write meanwhile. `buf` then has a mixture of old and new
 /// bytes.
 ///

@@ -41,6 +41,8 @@ pub struct Wait<'a> {
     pub(super) what: &'static str,
     pub(super) policy: WaitPolicy,
     pub(super) limit: Option<Duration>,
+    /// The end of all operations with this limit, and the time until then at their start.
+    pub(super) deadline: Option<(Instant, Duration)>,
     pub(super) stop: Option<&'a dyn Fn() -> bool>,
     pub(super) mid_message: bool,
 }
@@ -53,6 +55,7 @@ impl<'a> Wait<'a> {
             what,
             policy: WaitPolicy::Block,
             limit: None,
+            deadline: None,
             stop: None,
             mid_message: false,
         }
@@ -75,6 +78,14 @@ impl<'a> Wait<'a> {
     #[must_use]
     pub const fn within(mut self, limit: Duration) -> Self {
         self.limit = Some(limit);
+        self
+    }
+
+    /// Sets the end of several operations together, which took `all` at their start. Bytes that move
+    /// do not postpone it.
+    #[must_use]
+    pub const fn until(mut self, deadline: Instant, all: Duration) -> Self {
+        self.deadline = Some((deadline, all));
         self
     }
 
@@ -146,6 +157,14 @@ impl<'a> Waiter<'a> {
                 after: limit,
             });
         }
+        if let Some((deadline, all)) = self.wait.deadline
+            && now >= deadline
+        {
+            return Err(ChannelError::TimedOut {
+                what: self.wait.what,
+                after: all,
+            });
+        }
         if let WaitPolicy::Spin { for_micros } = self.wait.policy
             && events.contains(PollFlags::IN)
             && self
@@ -160,7 +179,9 @@ impl<'a> Waiter<'a> {
             return Ok(());
         }
         self.check_stop()?;
-        let left = self.wait.limit.map(|limit| limit - (now - silent_since));
+        let until_silent = self.wait.limit.map(|limit| limit - (now - silent_since));
+        let until_deadline = (self.wait.deadline).map(|(deadline, _)| deadline - now);
+        let left = until_silent.into_iter().chain(until_deadline).min();
         let pause = match (left, self.wait.stop) {
             (Some(left), Some(_)) => Some(left.min(STOP_CHECK)),
             (None, Some(_)) => Some(STOP_CHECK),

@@ -114,6 +114,7 @@ impl Supervisor<'_, '_, '_> {
                 .map(|control| control.peer().to_owned()),
             generation: self.state.generation,
             reconnects: self.reconnects,
+            channels_lost: self.channels_lost,
             channels: self.state.channels.clone(),
             pages_left: self.core.left(),
             page_bytes: (data + urgent) * PAGE_SIZE,
@@ -139,7 +140,7 @@ impl Supervisor<'_, '_, '_> {
         if let Some(mut control) = self.control.take() {
             control.close_gracefully();
         }
-        self.end_older(u32::MAX);
+        self.end_up_to(u32::MAX);
         self.end_fault_threads();
         self.forget_letters();
         self.publish();

@@ -27,22 +27,27 @@ use crate::bell::Bell;
 use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
+use crate::ledger::runs;
 use crate::mailbox::Mailbox;
 use crate::protocol_error::ProtocolError;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, fence};
 use crate::wire::{PAGE_BYTES, UrgentMessage};
 use pageferry_addr::RamPage;
-use pageferry_machine::Machine;
+use pageferry_machine::{Machine, MachineError};
 use pageferry_userfault::{Claim, PageBitmap, PageStates, Waiters};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The longest sleep of a waiter before it checks its conditions again. It guards against a lost
 /// wake-up. It also bounds the delay until a soft vCPU that waits for a page notices a pause.
 const SLEEP_LIMIT: Duration = Duration::from_millis(5);
+
+/// The longest wait for memory of the host for a page that has come. A guest that needs the page
+/// cannot run without it, so the VM is paused then.
+const SHORTAGE_LIMIT: Duration = Duration::from_secs(60);
 
 /// The longest wait for a reply that no vCPU waits for. The caller retries.
 const FETCH_LIMIT: Duration = Duration::from_micros(500);
@@ -72,8 +77,11 @@ pub(super) struct Core {
     wake_event: Bell,
     /// Whether the source has handed the VM over: before that, it answers no requests.
     handed_over: AtomicBool,
-    failed: AtomicBool,
+    /// The reason why no page comes any more, once that is so.
+    over: OnceLock<&'static str>,
     failure: Mutex<Option<MigrationError>>,
+    /// Whether requests are to be repeated. Only the supervisor's thread touches it.
+    repeat_due: AtomicBool,
     /// The number of pages that arrived on urgent channels.
     pub(super) urgent_pages: AtomicU64,
     /// The number of missing pages, from the switch-over on.
@@ -109,8 +117,9 @@ impl Core {
             reader: AtomicU64::new(0),
             wake_event: Bell::new()?,
             handed_over: AtomicBool::new(false),
-            failed: AtomicBool::new(false),
+            over: OnceLock::new(),
             failure: Mutex::new(None),
+            repeat_due: AtomicBool::new(false),
             urgent_pages: AtomicU64::new(0),
             left: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
@@ -121,16 +130,35 @@ impl Core {
     /// Ends the migration with `error`. The first error counts.
     pub(super) fn fail(&self, error: MigrationError) {
         lock(&self.failure).get_or_insert(error);
-        self.failed.store(true, Ordering::Release);
         if let Some(collapser) = self.collapser.get() {
             collapser.stop();
         }
-        self.wake_all();
-        self.letters.post(Letter::Failed);
+        if self.end("the migration has failed") {
+            // Threads that touch memory later fail too. The supervisor hears of it once.
+            self.letters.post(Letter::Failed);
+        }
     }
 
-    pub(super) fn has_failed(&self) -> bool {
-        self.failed.load(Ordering::Acquire)
+    /// Ends the wait of every thread for a page that has not come, now and later. The first reason
+    /// counts; returns whether this is the first. A thread that waits looks at the page first, so it
+    /// never misses one that is here.
+    pub(super) fn end(&self, why: &'static str) -> bool {
+        let first = self.over.set(why).is_ok();
+        self.wake_all();
+        first
+    }
+
+    /// Whether no page comes any more.
+    pub(super) fn is_over(&self) -> bool {
+        self.over.get().is_some()
+    }
+
+    /// The error for a thread that waits for a page, if none comes any more.
+    pub(super) fn check_goes_on(&self) -> Result<(), MigrationError> {
+        match self.over.get() {
+            None => Ok(()),
+            Some(why) => Err(MigrationError::Internal((*why).to_owned())),
+        }
     }
 
     pub(super) fn take_failure(&self) -> Option<MigrationError> {
@@ -164,15 +192,42 @@ impl Core {
         self.repeat_requests();
     }
 
+    /// Waits until the source has handed the VM over. Returns false if `stop` returned true first.
+    pub(super) fn wait_for_go(&self, stop: &dyn Fn() -> bool) -> bool {
+        while !self.handed_over.load(Ordering::SeqCst) {
+            if stop() {
+                return false;
+            }
+            std::thread::park_timeout(SLEEP_LIMIT);
+        }
+        true
+    }
+
     /// Requests again every page that was requested and has not come. The source answers each of
-    /// its unsent pages once.
+    /// its unsent pages once. Only channels that have taken all earlier requests get these: so a
+    /// source that wants them again and again, and reads none, has them once. If there is no such
+    /// channel now, [`Self::repeat_if_due`] repeats them later.
     pub(super) fn repeat_requests(&self) {
+        let free = self.urgent.iter().filter(|channel| channel.is_free());
+        let free: Vec<&UrgentChannel> = free.collect();
+        self.repeat_due.store(free.is_empty(), Ordering::Relaxed);
+        if free.is_empty() || !self.handed_over.load(Ordering::SeqCst) {
+            return;
+        }
         let mut from = 0;
         while let Some(page) = self.states.next_outstanding(from) {
-            self.request(page, page.index());
+            let _ =
+                (0..free.len()).any(|next| free[(page.index() + next) % free.len()].request(page));
             from = page.index() + 1;
         }
         self.pump();
+    }
+
+    /// Repeats the requests if that is due since no channel took them.
+    pub(super) fn repeat_if_due(&self) {
+        if self.repeat_due.load(Ordering::Relaxed) {
+            self.repeat_requests();
+        }
     }
 
     /// Takes the `placing` bits of `pages` pages from `first`, which must be missing.
@@ -200,9 +255,14 @@ impl Core {
             .clear_range(first.index()..(first.0 + pages) as usize);
     }
 
+    /// The pages that threads place now.
+    pub(super) fn placing(&self) -> &PageBitmap {
+        &self.placing
+    }
+
     /// Gives back the `placing` bits of all missing pages. No thread places any now.
     pub(super) fn end_all_placing(&self) {
-        for run in runs(self.states.missing()) {
+        for run in runs(self.states.missing(), 0) {
             self.end_placing(RamPage(run.start), run.end - run.start);
         }
     }
@@ -217,9 +277,35 @@ impl Core {
         self.left.load(Ordering::Acquire)
     }
 
+    /// Does a step of the machine for pages of a VM that may run here and nowhere else. While the
+    /// host lacks memory for it, tries again until no page comes any more, or for
+    /// [`SHORTAGE_LIMIT`].
+    pub(super) fn persist(
+        &self,
+        step: impl Fn() -> Result<(), MachineError>,
+    ) -> Result<(), MigrationError> {
+        let mut since = None;
+        loop {
+            match step() {
+                Err(MachineError::Os { what, source })
+                    if source.raw_os_error() == Some(libc::ENOMEM)
+                        && since.is_none_or(|at: Instant| at.elapsed() < SHORTAGE_LIMIT)
+                        && !self.is_over() =>
+                {
+                    since.get_or_insert_with(|| {
+                        tracing::warn!(%source, "{what}: trying again");
+                        Instant::now()
+                    });
+                    std::thread::sleep(SLEEP_LIMIT);
+                }
+                done => return Ok(done?),
+            }
+        }
+    }
+
     /// Makes pages visible to vCPUs. Their bytes are in place and verified.
     pub(super) fn arrived(&self, first: RamPage, pages: u64) -> Result<(), MigrationError> {
-        self.machine.install(first, pages)?;
+        self.persist(|| self.machine.install(first, pages))?;
         self.made_present(first, pages);
         Ok(())
     }
@@ -278,8 +364,8 @@ impl Core {
         let mut at = range.start as usize;
         while let Some(start) = missing.next_clear(at).filter(|start| *start < end) {
             at = missing.next_set(start).unwrap_or(end).min(end);
-            self.machine
-                .install(RamPage(start as u64), (at - start) as u64)?;
+            let pages = (at - start) as u64;
+            self.persist(|| self.machine.install(RamPage(start as u64), pages))?;
         }
         Ok(())
     }
@@ -307,9 +393,9 @@ impl Core {
                 let to = self.machine.ram().unchecked().alias(message.page, 1);
                 std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, PAGE_BYTES);
             }
-            self.machine.install(message.page, 1)?;
+            self.persist(|| self.machine.install(message.page, 1))?;
         } else {
-            self.machine.install_copy(message.page, bytes)?;
+            self.persist(|| self.machine.install_copy(message.page, bytes))?;
         }
         self.stalls.marks.placed(message.page, monotonic_ns());
         self.made_present(message.page, 1);
@@ -381,15 +467,9 @@ impl Core {
 
     /// Sleeps on the thread that owns `slot` until `page` may have arrived, a reply may have
     /// arrived, or [`SLEEP_LIMIT`] is over. Calls `ready` once more before it sleeps.
-    pub(super) fn sleep(
-        &self,
-        slot: Option<usize>,
-        page: RamPage,
-        ready: impl Fn() -> bool,
-    ) -> Result<(), MigrationError> {
+    pub(super) fn sleep(&self, slot: Option<usize>, page: RamPage, ready: impl Fn() -> bool) {
         let Some(slot) = slot else {
-            std::thread::sleep(SLEEP_LIMIT);
-            return Ok(());
+            return std::thread::sleep(SLEEP_LIMIT);
         };
         self.waiters.announce(slot, page.0);
         let me = slot as u64 + 1;
@@ -398,14 +478,12 @@ impl Core {
             .reader
             .compare_exchange(0, me, Ordering::SeqCst, Ordering::SeqCst)
             .is_ok();
-        let slept = if ready() {
-            Ok(())
-        } else if reads {
-            self.poll(self.wake_event.as_fd(), true)
-        } else {
+        let sleeps = !ready();
+        if sleeps && reads {
+            self.poll(self.wake_event.as_fd(), true);
+        } else if sleeps {
             std::thread::park_timeout(SLEEP_LIMIT);
-            Ok(())
-        };
+        }
         self.waiters.withdraw(slot);
         if reads {
             // Only the signalled thread empties the eventfd, so that no other thread takes its
@@ -417,12 +495,11 @@ impl Core {
                 self.wake(next_reader);
             }
         }
-        slept
     }
 
     /// Sleeps until `fd` is readable, or [`SLEEP_LIMIT`] is over. With `replies` it also polls the
     /// urgent channels.
-    pub(super) fn poll(&self, fd: BorrowedFd<'_>, replies: bool) -> Result<(), MigrationError> {
+    pub(super) fn poll(&self, fd: BorrowedFd<'_>, replies: bool) {
         let watched = if replies { &self.urgent[..] } else { &[] };
         let connections: Vec<_> = watched
             .iter()
@@ -440,8 +517,10 @@ impl Core {
             tv_nsec: SLEEP_LIMIT.subsec_nanos().into(),
         };
         match poll(&mut fds, Some(&nap)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(e) => Err(MigrationError::os("cannot wait for pages", e)),
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            // The kernel lacks memory, or the limit of descriptors is below their number. The
+            // caller looks again all the same.
+            Err(_) => std::thread::sleep(SLEEP_LIMIT),
         }
     }
 
@@ -471,14 +550,4 @@ impl Core {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The runs of pages whose bits are set.
-pub(super) fn runs(pages: &PageBitmap) -> impl Iterator<Item = std::ops::Range<u64>> {
-    let mut at = 0;
-    std::iter::from_fn(move || {
-        let run = pages.next_run(at, usize::MAX)?;
-        at = run.end;
-        Some(run.start as u64..run.end as u64)
-    })
 }

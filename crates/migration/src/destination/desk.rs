@@ -2,29 +2,58 @@
 //!
 //! **Guarantee.** One source has the destination at a time, and only a source that knows the
 //! session's secret opens channels of it. A stranger costs a place for a few seconds, and no memory
-//! that grows.
+//! that grows. Strangers keep no source out that says at once what it wants.
 //!
 //! **Mechanism.** The acceptor's thread asks the desk. Sources that open a session wait at the desk
-//! until [`Destination::accept`](super::Destination::accept) takes the first that speaks. The
-//! channels of the session that was taken go to its supervisor, as letters.
+//! until [`Destination::accept`](super::Destination::accept) takes the first that speaks. If there
+//! is no place, one that has said nothing gives up its own. The channels of the session that was
+//! taken go to its supervisor, as letters. A letter takes the place of an older one that it makes
+//! useless, so there is at most one for each channel of the session.
 
 use super::shared::Letter;
 use crate::channel::{Connection, OpenError};
-use crate::handshake::{Admission, Arrival, Expected, Router, Secret, Stranger, StrangerError};
+use crate::control::ControlLink;
+use crate::error::MigrationError;
+use crate::handshake::{
+    Admission, Arrival, Expected, HELLO_LIMIT, Router, Secret, Stranger, StrangerError,
+    place_to_take,
+};
 use crate::mailbox::Mailbox;
-use crate::wire::{ChannelKey, Hello, SessionId, Status};
+use crate::quota::Quota;
+use crate::sync::{AtomicU64, Ordering};
+use crate::wire::{ChannelKey, Frame, Hello, Role, SessionId, Side, Status};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// The most sessions that wait for their source's first word.
-const MAX_WAITING: usize = 8;
+const MAX_WAITING: usize = 32;
 
 /// A session that waits for its source's first word.
-pub(super) struct Waiting {
+pub(super) struct Candidate {
     pub(super) session: SessionId,
     pub(super) secret: Secret,
-    pub(super) connection: Connection,
-    pub(super) since: Instant,
+    pub(super) control: ControlLink,
+    since: Instant,
+}
+
+/// A source that spoke.
+pub(super) struct Chosen {
+    pub(super) candidate: Candidate,
+    pub(super) said: Result<Frame, MigrationError>,
+}
+
+impl Candidate {
+    fn is_silent(&self) -> bool {
+        !self.control.has_unread()
+    }
+
+    fn stranger(&self, why: StrangerError) -> Stranger {
+        Stranger {
+            peer: self.control.peer().to_owned(),
+            why,
+            left_out: 0,
+        }
+    }
 }
 
 /// The session that has the destination.
@@ -36,11 +65,12 @@ struct Active {
 
 #[derive(Default)]
 struct State {
-    waiting: Vec<Waiting>,
+    /// In the order in which they came, at most [`MAX_WAITING`].
+    waiting: Vec<Candidate>,
     active: Option<Active>,
 }
 
-/// Called with each connection that did not become a channel.
+/// Called with connections that did not become channels, at a bounded rate.
 pub(super) type OnStranger = Box<dyn Fn(&Stranger) + Send + Sync>;
 
 /// See the module.
@@ -50,15 +80,20 @@ pub(super) struct Desk {
     /// Rings when a session begins to wait.
     pub(super) arrivals: crate::bell::Bell,
     on_stranger: OnStranger,
+    /// The strangers so far.
+    strangers: AtomicU64,
+    quota: Quota,
 }
 
 impl Desk {
-    pub(super) fn new(on_stranger: OnStranger) -> Result<Self, crate::MigrationError> {
+    pub(super) fn new(on_stranger: OnStranger) -> Result<Self, MigrationError> {
         Ok(Self {
             state: Mutex::default(),
             letters: Arc::new(Mailbox::new()?),
             arrivals: crate::bell::Bell::new()?,
             on_stranger,
+            strangers: AtomicU64::new(0),
+            quota: Quota::new(),
         })
     }
 
@@ -66,9 +101,97 @@ impl Desk {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the sessions that have begun to wait.
-    pub(super) fn take_waiting(&self) -> Vec<Waiting> {
+    /// Takes all sessions that wait.
+    pub(super) fn take_waiting(&self) -> Vec<Candidate> {
         std::mem::take(&mut self.lock().waiting)
+    }
+
+    /// The connections of the sessions that wait, to sleep until one is readable. `None` if some
+    /// have more to read already.
+    pub(super) fn connections(&self) -> Option<Vec<Arc<Connection>>> {
+        let state = self.lock();
+        let controls = || state.waiting.iter().map(|candidate| &candidate.control);
+        if controls().any(ControlLink::has_more) {
+            return None;
+        }
+        Some(controls().map(ControlLink::connection).collect())
+    }
+
+    /// Takes the first session whose source has spoken. Ends those that have gone, or have said
+    /// nothing in time.
+    pub(super) fn take_first(&self) -> Option<Chosen> {
+        let mut silent = Vec::new();
+        let mut chosen = None;
+        let mut state = self.lock();
+        let mut at = 0;
+        while let Some(candidate) = state.waiting.get_mut(at) {
+            let said = match candidate.control.receive() {
+                Ok(None) if candidate.since.elapsed() < HELLO_LIMIT => {
+                    at += 1;
+                    continue;
+                }
+                // It has only checked the way.
+                Ok(Some(Frame::Cancel)) => {
+                    state.waiting.remove(at).control.shutdown();
+                    continue;
+                }
+                Ok(Some(frame)) => Ok(frame),
+                Err(error) if !error.is_lost() || candidate.control.has_begun() => Err(error),
+                // It is gone, or has said nothing in time.
+                Ok(None) | Err(_) => {
+                    silent.push(state.waiting.remove(at));
+                    continue;
+                }
+            };
+            let candidate = state.waiting.remove(at);
+            chosen = Some(Chosen { candidate, said });
+            break;
+        }
+        drop(state);
+        for candidate in silent {
+            candidate.control.shutdown();
+            self.stranger(candidate.stranger(StrangerError::SilentSession));
+        }
+        chosen
+    }
+
+    /// The number of strangers so far.
+    pub(super) fn strangers(&self) -> u64 {
+        self.strangers.load(Ordering::Relaxed)
+    }
+
+    /// A source opens a session. Returns the session that makes room, if one has to.
+    fn wait(&self, arrival: Arrival) -> Result<Option<Candidate>, Box<(Arrival, Status)>> {
+        let mut state = self.lock();
+        let mut makes_room = None;
+        if state.waiting.len() >= MAX_WAITING {
+            // One that has spoken is about to be taken.
+            let silent = state.waiting.iter().enumerate();
+            let silent = silent.filter(|(_, candidate)| candidate.is_silent());
+            let silent = silent.map(|(at, candidate)| (at, candidate.control.origin()));
+            makes_room = place_to_take(&silent.collect::<Vec<_>>());
+            if makes_room.is_none() {
+                return Err(arrival.refused(Status::Busy));
+            }
+        }
+        if state.active.is_some() {
+            return Err(arrival.refused(Status::Busy));
+        }
+        let session = arrival.agreed().session;
+        let secret = arrival.secret().clone();
+        // A source that is gone already needs no place.
+        let Ok(connection) = arrival.welcome() else {
+            return Ok(None);
+        };
+        let makes_room = makes_room.map(|at| state.waiting.remove(at));
+        state.waiting.push(Candidate {
+            session,
+            secret,
+            control: ControlLink::new(Arc::new(connection), 1, Side::Source, 0),
+            since: Instant::now(),
+        });
+        self.arrivals.ring();
+        Ok(makes_room)
     }
 
     /// Gives the destination to a session that waited.
@@ -90,14 +213,17 @@ impl Desk {
         // `end` takes the lock before it forgets the letters, so none is left for a later session.
         let state = self.lock();
         if state.active.is_some() {
-            self.letters.post(Letter::GiveUp);
+            let same = |letter: &Letter| matches!(letter, Letter::GiveUp);
+            self.letters.post_instead_of(Letter::GiveUp, same);
         }
     }
 
     /// Ends the session that has the destination. Its channels are unknown from now on.
     pub(super) fn end(&self) {
-        self.lock().active = None;
-        // Connections of the session that nobody has taken.
+        let mut state = self.lock();
+        state.active = None;
+        // Connections of the session that nobody has taken. Under the lock: another thread may
+        // accept the next session at once, whose letters come under the lock too.
         while self.letters.take().is_some() {}
     }
 }
@@ -111,31 +237,21 @@ impl Router for Desk {
                 Ok(Expected::Known(active.secret.clone()))
             }
             _ if !opens => Err(Status::UnknownSession),
-            None if state.waiting.len() < MAX_WAITING => Ok(Expected::New),
-            _ => Err(Status::Busy),
+            None => Ok(Expected::New),
+            Some(_) => Err(Status::Busy),
         }
     }
 
     fn accepted(&self, arrival: Arrival) -> Result<(), Box<(Arrival, Status)>> {
         let agreed = *arrival.agreed();
-        let mut state = self.lock();
         if agreed.key.opens_session() {
-            if state.active.is_some() || state.waiting.len() >= MAX_WAITING {
-                return Err(arrival.refused(Status::Busy));
-            }
-            let secret = arrival.secret().clone();
-            // A source that is gone already needs no place.
-            if let Ok(connection) = arrival.welcome() {
-                state.waiting.push(Waiting {
-                    session: agreed.session,
-                    secret,
-                    connection,
-                    since: Instant::now(),
-                });
-                self.arrivals.ring();
+            if let Some(silent) = self.wait(arrival)? {
+                silent.control.shutdown();
+                self.stranger(silent.stranger(StrangerError::Crowded));
             }
             return Ok(());
         }
+        let mut state = self.lock();
         let Some(active) = &mut state.active else {
             return Err(arrival.refused(Status::UnknownSession));
         };
@@ -148,20 +264,37 @@ impl Router for Desk {
         // Letters keep their order: a control channel comes before the others of its generation.
         // If the source is gone, it opens the next generation, or another incarnation, by itself.
         if let Ok(connection) = arrival.welcome() {
-            self.letters.post(Letter::Arrived(agreed.key, connection));
+            let letter = Letter::Arrived(agreed.key, connection);
+            self.letters.post_instead_of(letter, |older| match older {
+                Letter::Arrived(older, _) => replaces(agreed.key, *older),
+                _ => false,
+            });
         }
         Ok(())
     }
 
-    fn stranger(&self, stranger: &Stranger) {
-        tracing::info!(peer = %stranger.peer, why = %stranger.why, "refused a stranger");
-        (self.on_stranger)(stranger);
+    fn stranger(&self, mut stranger: Stranger) {
+        self.strangers.fetch_add(1, Ordering::Relaxed);
+        let Some(left_out) = self.quota.take() else {
+            return;
+        };
+        stranger.left_out = left_out;
+        let Stranger { peer, why, .. } = &stranger;
+        tracing::info!(%peer, %why, left_out, "refused a stranger");
+        (self.on_stranger)(&stranger);
     }
 
     fn cannot_accept(&self, error: &OpenError) {
-        (self.on_stranger)(&Stranger {
+        self.stranger(Stranger {
             peer: "this host".into(),
             why: StrangerError::NotAccepted(error.to_string()),
+            left_out: 0,
         });
     }
+}
+
+/// Whether an accepted channel makes an earlier one useless that the supervisor has not taken: a
+/// source opens a channel again only when it has left the last one, and a generation likewise.
+fn replaces(newer: ChannelKey, older: ChannelKey) -> bool {
+    newer.role == Role::Control || (newer.role, newer.index) == (older.role, older.index)
 }

@@ -60,7 +60,7 @@ fn serve(
         if busy {
             spinner = Spinner::new(SPIN);
         } else if !spinner.spin() {
-            core.poll(events.fd(), replies)?;
+            core.poll(events.fd(), replies);
         }
     }
     Ok(())
@@ -85,7 +85,7 @@ fn handle_event(core: &Core, event: FaultEvent, pieces: &mut Pieces) -> Result<(
         }
         core.stalls.local();
         let first = RamPage(whole.start as u64);
-        return Ok(core.machine.install(first, whole.len() as u64)?);
+        return core.persist(|| core.machine.install(first, whole.len() as u64));
     }
     match core.states.claim(event.page) {
         Claim::Mine => {
@@ -101,7 +101,7 @@ fn handle_event(core: &Core, event: FaultEvent, pieces: &mut Pieces) -> Result<(
             }
             core.stalls.local();
             // Its sleeper goes on before the pages around it are mapped, which may take 0.6 ms.
-            core.machine.install(event.page, 1)?;
+            core.persist(|| core.machine.install(event.page, 1))?;
             map_around(core, event.page)
         }
     }

@@ -57,16 +57,17 @@ use self::place::Inbound;
 use self::shared::Letter;
 use crate::address::Address;
 use crate::channel::Listener;
-use crate::clock::monotonic_ns;
 use crate::control::ControlLink;
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
 use crate::handshake::{Acceptor, Protection, Stranger};
+use crate::ledger::runs;
 use crate::limits::Patience;
 use crate::phase::{Observer, Phase};
+use crate::quota::Quota;
 use crate::report::{DestinationReport, PhaseStart, StallRow};
 use crate::session::destination::{Action, Destination as Session, End, Event, Stage, step};
-use crate::session::{SourceStage, ToDestination, ToSource};
+use crate::session::{DestinationStage, SourceStage, ToDestination, ToSource};
 use crate::status::{Board, SessionStatus};
 use crate::sync::AtomicBool;
 use crate::vm::RunningVm;
@@ -98,8 +99,10 @@ pub struct Destination {
 }
 
 impl Destination {
-    /// Listens on `listener`. `stranger` is called with each connection that is no source of this
-    /// destination, on the thread that accepts connections.
+    /// Listens on `listener`. `stranger` is called with connections that are no sources of this
+    /// destination, on the thread that accepts connections or on that of [`Self::accept`]. It is
+    /// called at most 32 times at once, and then once a second: [`Stranger::left_out`] counts the
+    /// others.
     ///
     /// # Errors
     /// When the files for TLS do not serve, the host has no room for a thread, or a CPU of
@@ -156,7 +159,10 @@ impl Destination {
     /// The status of the session that is under way, or of the last one.
     #[must_use]
     pub fn status(&self) -> SessionStatus {
-        self.board.read()
+        SessionStatus {
+            strangers: self.desk.strangers(),
+            ..self.board.read()
+        }
     }
 
     /// The stalls so far of the session that is under way, or of the last one: a row for each vCPU,
@@ -184,6 +190,29 @@ impl DestinationConfig {
     }
 }
 
+/// The missing pages that are being named. No reader runs until the source has heard all of them,
+/// so the bitmap stands still.
+struct Naming {
+    stage: DestinationStage,
+    /// Whether pages of a VM in this stage may be missing.
+    pending: bool,
+    /// Where the next frame begins to look.
+    next: usize,
+    /// The pages named so far.
+    pages: u64,
+}
+
+impl Naming {
+    fn new(stage: DestinationStage) -> Self {
+        Self {
+            stage,
+            pending: matches!(stage, DestinationStage::Ready | DestinationStage::Running),
+            next: 0,
+            pages: 0,
+        }
+    }
+}
+
 /// The supervisor's own state.
 struct Supervisor<'s, 'e, 'a> {
     host: &'a Destination,
@@ -197,6 +226,8 @@ struct Supervisor<'s, 'e, 'a> {
     done: &'e AtomicBool,
     state: Session,
     control: Option<ControlLink>,
+    /// The missing pages that are being named to a source that resumes.
+    naming: Option<Naming>,
     bulk: Vec<recovery::BulkChannel<'s>>,
     precopy: precopy::Precopy,
     loading: switchover::Loading<'a>,
@@ -204,10 +235,16 @@ struct Supervisor<'s, 'e, 'a> {
     /// The reason for the end of the session.
     error: Option<MigrationError>,
     last_loss: Option<String>,
+    /// How often losses are logged: the source chooses how often there are any.
+    losses: Quota,
+    /// The open channels that were lost.
+    channels_lost: u64,
     lost_since: Option<Instant>,
     reconnects: u32,
     end: Option<End>,
     published: Instant,
+    /// The last time at which the supervisor did what is due at a time.
+    kept_time: Instant,
     events: VecDeque<Event>,
     phases: Vec<PhaseStart>,
     started_ns: u64,
@@ -227,8 +264,12 @@ impl<'a> Supervisor<'_, '_, 'a> {
             if self.take_letter() || self.receive() {
                 spin_until = (self.state.stage == Stage::Ready || self.loading.has_begun())
                     .then(|| Instant::now() + SWITCH_OVER_SPIN);
-                continue;
+                // A peer that never stops talking does not stop the clock.
+                if self.kept_time.elapsed() < LONGEST_SLEEP {
+                    continue;
+                }
             }
+            self.kept_time = Instant::now();
             self.keep_time();
             if self.events.is_empty() && self.end.is_none() {
                 if spin_until.is_some_and(|until| Instant::now() < until) {
@@ -242,10 +283,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
     }
 
     fn enter(&mut self, phase: Phase) {
-        self.phases.push(PhaseStart {
-            phase,
-            at_ns: monotonic_ns(),
-        });
+        PhaseStart::note(&mut self.phases, phase);
         info!(%phase, "phase");
         self.observer.phase(phase);
     }
@@ -274,7 +312,10 @@ impl<'a> Supervisor<'_, '_, 'a> {
             let _ = control.send(&error.to_frame());
         }
         let generation = control.generation;
-        warn!(generation, %error, "the control channel is lost");
+        if let Some(left_out) = self.losses.take() {
+            warn!(generation, %error, left_out, "the control channel is lost");
+        }
+        self.channels_lost += 1;
         self.note_loss(error);
         self.events.push_back(Event::Lost(generation));
     }
@@ -296,8 +337,11 @@ impl<'a> Supervisor<'_, '_, 'a> {
     fn perform(&mut self, action: Action) {
         match action {
             Action::Send(message) => self.say(message),
-            Action::SendMissing(stage) => self.send_missing(stage),
-            Action::EndOlder(generation) => self.end_older(generation),
+            Action::SendMissing(stage) => {
+                self.naming = Some(Naming::new(stage));
+                self.name_missing();
+            }
+            Action::EndUpTo(generation) => self.end_up_to(generation),
             Action::EndChannel(id) => self.end_channel(id),
             Action::RepeatRequests => self.core.repeat_requests(),
             Action::StartGuest => self.start_guest(),
@@ -339,30 +383,38 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     fn send(&mut self, frame: &Frame) {
         if let Some(control) = &mut self.control
-            && let Err(error) = control.send(frame)
+            && let Err(error) = control.answer(frame)
         {
             self.lose_control(error);
         }
     }
 
-    fn send_missing(&mut self, stage: crate::session::DestinationStage) {
-        let missing = self.core.states.missing();
-        let mut pages = 0;
-        if matches!(
-            stage,
-            crate::session::DestinationStage::Ready | crate::session::DestinationStage::Running
-        ) {
-            // No reader runs, so the bitmap stands still.
-            let frames: Vec<_> = MissingRuns::frames(core::runs(missing)).collect();
-            for frame in frames {
-                pages += frame.pages();
-                self.send(&Frame::Missing(frame));
-            }
+    /// Names missing pages as fast as the source takes them, and then says `Resumed`. All of them
+    /// at once would take a byte for each page.
+    fn name_missing(&mut self) {
+        while let Some(naming) = &mut self.naming
+            && let Some(control) = &mut self.control
+            && control.waiting() == 0
+        {
+            let rest = runs(self.core.states.missing(), naming.next);
+            let next = MissingRuns::frames(rest).next().filter(|_| naming.pending);
+            let frame = match next {
+                Some(missing) => {
+                    naming.pages += missing.pages();
+                    naming.next = missing
+                        .runs
+                        .last()
+                        .map_or(naming.next, |run| run.end as usize);
+                    Frame::Missing(missing)
+                }
+                None => {
+                    let (stage, missing) = (naming.stage, naming.pages);
+                    self.naming = None;
+                    Frame::Resumed { stage, missing }
+                }
+            };
+            self.send(&frame);
         }
-        self.send(&Frame::Resumed {
-            stage,
-            missing: pages,
-        });
     }
 
     /// Takes one letter. Returns whether there was one.
@@ -469,6 +521,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         for channel in &self.core.urgent {
             channel.keep_time(self.core, interval, patience);
         }
+        self.start_readers();
         for channel in &self.bulk {
             channel.bulk.keep_alive(interval);
         }
@@ -483,6 +536,8 @@ impl<'a> Supervisor<'_, '_, 'a> {
             self.error.get_or_insert(MigrationError::Cancelled);
             self.events.push_back(Event::GiveUp);
         }
+        self.name_missing();
+        self.core.repeat_if_due();
         self.check_lost_for_too_long();
         self.report_progress();
         if self.published.elapsed() > PUBLISH_INTERVAL {
@@ -492,6 +547,9 @@ impl<'a> Supervisor<'_, '_, 'a> {
     }
 
     fn sleep(&self) {
+        if self.control.as_ref().is_some_and(ControlLink::has_more) {
+            return;
+        }
         let mut fds = vec![PollFd::new(&*self.host.desk.letters, PollFlags::IN)];
         if let Some(control) = &self.control {
             fds.push(PollFd::from_borrowed_fd(

@@ -20,6 +20,7 @@ use pageferry_userfault::PageBitmap;
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
 use std::thread::ScopedJoinHandle;
+use std::time::Duration;
 
 /// A machine that is armed, and the state of its pages.
 pub(super) struct Prepared<'a> {
@@ -37,7 +38,11 @@ pub(super) struct Postcopy<'s> {
     pub(super) delivery: DeliveryInUse,
 }
 
-/// Pauses the devices and arms the machine. Everything that takes memory is allocated here, before the blackout.
+/// The longest wait for vCPUs that a VMM has left running.
+const PAUSE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Pauses the vCPUs and the devices, and arms the machine. Everything that takes memory is allocated
+/// here, before the blackout.
 pub(super) fn prepare<'a>(
     incoming: &Incoming,
     vm: &RunningVm<'a>,
@@ -45,6 +50,8 @@ pub(super) fn prepare<'a>(
     states: DeviceStates<'a>,
 ) -> Result<Prepared<'a>, MigrationError> {
     let machine = vm.machine;
+    // The VM's memory is not its own any more. Not every machine notices that a vCPU runs.
+    vm.vcpus.pause(PAUSE_LIMIT)?;
     devices::pause(vm.devices)?;
     let missing = Arc::new(PageBitmap::try_new(machine.ram().pages() as usize)?);
     let options = incoming.host.config.arm_options();
@@ -73,7 +80,8 @@ pub(super) fn prepare<'a>(
     })
 }
 
-/// Ends the other threads on every path out of the scope.
+/// Ends the other threads on every path out of the scope, and the waits of threads that it does not
+/// know: those of vCPUs and of the VMM. A VM that is whole has none of these.
 struct Ended<'a>(&'a AtomicBool, &'a Core);
 
 impl Drop for Ended<'_> {
@@ -82,11 +90,11 @@ impl Drop for Ended<'_> {
             let why = "the supervisor panicked".into();
             self.1.fail(MigrationError::Internal(why));
         }
+        self.1.end("the copy of the VM here was discarded");
         self.0.store(true, Ordering::Release);
         for channel in &self.1.urgent {
             channel.close();
         }
-        self.1.wake_all();
     }
 }
 
@@ -138,6 +146,7 @@ pub(super) fn run<'a>(
             done: &done,
             state: Session::new(),
             control,
+            naming: None,
             bulk: Vec::new(),
             precopy: precopy::Precopy::new(allocation),
             loading: switchover::Loading::new(vm.vcpus.count(), states),
@@ -148,10 +157,13 @@ pub(super) fn run<'a>(
             },
             error: None,
             last_loss: None,
+            losses: crate::quota::Quota::new(),
+            channels_lost: 0,
             lost_since: None,
             reconnects: 0,
             end: None,
             published: std::time::Instant::now(),
+            kept_time: std::time::Instant::now(),
             events: VecDeque::from([Event::Built]),
             phases: vec![PhaseStart {
                 phase: Phase::Setup,
@@ -189,15 +201,19 @@ impl Supervisor<'_, '_, '_> {
         Ok(())
     }
 
-    /// Starts the delivery's work beside the guest. It may request pages, which the source serves
-    /// from `Go` on.
+    /// Starts the thread of the delivery's work beside the guest. It begins on `Go`, since it may
+    /// request pages. The thread is there before, so that a host without room for it costs the
+    /// migration, and not a VM that runs.
     pub(super) fn assist(&mut self) -> Result<(), MigrationError> {
         let (core, done) = (self.core, self.done);
         let assist = std::thread::Builder::new()
             .name("pf-assist".into())
             .spawn_scoped(self.scope, || {
                 crate::latency::lower_priority();
-                let stop = || done.load(Ordering::Acquire) || core.has_failed();
+                let stop = || done.load(Ordering::Acquire) || core.is_over();
+                if !core.wait_for_go(&stop) {
+                    return;
+                }
                 let assisted = core
                     .machine
                     .assist_postcopy(&stop, &|page| core.fetch(page));
@@ -208,6 +224,13 @@ impl Supervisor<'_, '_, '_> {
             .map_err(|e| MigrationError::os("cannot start a thread", e))?;
         self.postcopy.threads.push(assist);
         Ok(())
+    }
+
+    /// Wakes the thread of [`Self::assist`].
+    pub(super) fn wake_assist(&self) {
+        if let Some(assist) = self.postcopy.threads.last() {
+            assist.thread().unpark();
+        }
     }
 
     /// Ends the threads that serve faults. No vCPU needs them any more.

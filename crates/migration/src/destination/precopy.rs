@@ -3,12 +3,16 @@
 use super::{Allocation, Supervisor};
 use crate::error::MigrationError;
 use crate::phase::Phase;
+use crate::quota::Quota;
 use crate::sync::Ordering;
 use crate::wire::{Frame, Pass, SetupProgress};
 use std::time::{Duration, Instant};
 
 /// The interval between two SetupProgress frames.
 const REPORT_INTERVAL: Duration = Duration::from_millis(500);
+
+/// Passes that begin behind so many phases are not in the report.
+const RECORDED_PHASES: usize = 1000;
 
 /// The progress of pre-copy.
 pub(super) struct Precopy {
@@ -17,6 +21,8 @@ pub(super) struct Precopy {
     reported: Instant,
     pass: u32,
     pages: u64,
+    /// How often passes are reported.
+    told: Quota,
     /// The pages that had come when the pass began.
     before: u64,
 }
@@ -28,6 +34,7 @@ impl Precopy {
             reported: Instant::now(),
             pass: 0,
             pages: 0,
+            told: Quota::new(),
             before: 0,
         }
     }
@@ -48,7 +55,16 @@ impl Supervisor<'_, '_, '_> {
         self.precopy.pass = pass.pass;
         self.precopy.pages = pass.pages;
         self.precopy.before = self.bulk_pages();
-        self.enter(Phase::Precopy { pass: pass.pass });
+        // The source chooses how many there are, and their numbers.
+        if self.precopy.told.take().is_none() {
+            return;
+        }
+        let phase = Phase::Precopy { pass: pass.pass };
+        if self.phases.len() < RECORDED_PHASES {
+            self.enter(phase);
+        } else {
+            self.observer.phase(phase);
+        }
     }
 
     /// The pages that came on bulk channels so far.

@@ -21,7 +21,8 @@ pub(super) struct BulkChannel<'s> {
     id: ChannelId,
     generation: Generation,
     pub(super) bulk: Arc<Bulk>,
-    thread: ScopedJoinHandle<'s, ()>,
+    /// `None` while the host has no room for it.
+    thread: Option<ScopedJoinHandle<'s, ()>>,
 }
 
 impl BulkChannel<'_> {
@@ -29,7 +30,7 @@ impl BulkChannel<'_> {
     fn end(self) -> u64 {
         self.bulk.close();
         // A reader that panics leaves its `placing` bits to the end of the generation.
-        let _ = self.thread.join();
+        let _ = self.thread.map(ScopedJoinHandle::join);
         self.bulk.placed()
     }
 }
@@ -67,9 +68,13 @@ impl Supervisor<'_, '_, '_> {
             Role::Bulk => {
                 // An older incarnation ends first.
                 self.feed(Event::ChannelOpened(generation, id));
-                if let Err(error) = self.start_bulk(generation, id, connection) {
-                    self.fail(error);
-                }
+                self.bulk.push(BulkChannel {
+                    id,
+                    generation,
+                    bulk: Arc::new(Bulk::new(connection)),
+                    thread: None,
+                });
+                self.start_readers();
             }
             Role::Urgent => {
                 let Some(place) = self.core.urgent.get(usize::from(id.index)) else {
@@ -94,33 +99,39 @@ impl Supervisor<'_, '_, '_> {
         self.feed(Event::ChannelLost(self.state.generation, id));
     }
 
-    fn start_bulk(
-        &mut self,
-        generation: Generation,
-        id: ChannelId,
-        connection: Connection,
-    ) -> Result<(), MigrationError> {
-        let bulk = Arc::new(Bulk::new(connection));
-        let of_thread = Arc::clone(&bulk);
-        let (inbound, patience) = (self.inbound, self.patience);
-        let thread = std::thread::Builder::new()
-            .name("pf-bulk".into())
-            .spawn_scoped(self.scope, move || {
-                let error = of_thread.run(inbound, patience);
-                of_thread.close();
-                inbound
-                    .core
-                    .letters
-                    .post(Letter::ChannelLost(generation, id, error));
-            })
-            .map_err(|e| MigrationError::os("cannot start the thread of a channel", e))?;
-        self.bulk.push(BulkChannel {
-            id,
-            generation,
-            bulk,
-            thread,
-        });
-        Ok(())
+    /// Starts the readers that are due. A host without room for a thread ends a migration that has
+    /// not been handed over. Later it costs only time, as the VM runs here and nowhere else: the
+    /// channel stays open without a reader, the supervisor tries again, and vCPUs that need a page
+    /// are served on urgent channels.
+    pub(super) fn start_readers(&mut self) {
+        let (inbound, patience, scope) = (self.inbound, self.patience, self.scope);
+        for channel in self.bulk.iter_mut().filter(|open| open.thread.is_none()) {
+            let (generation, id) = (channel.generation, channel.id);
+            let of_thread = Arc::clone(&channel.bulk);
+            let started = std::thread::Builder::new()
+                .name("pf-bulk".into())
+                .spawn_scoped(scope, move || {
+                    let error = of_thread.run(inbound, patience);
+                    of_thread.close();
+                    let lost = Letter::ChannelLost(generation, id, error);
+                    inbound.core.letters.post(lost);
+                });
+            match started {
+                Ok(thread) => channel.thread = Some(thread),
+                Err(error) => {
+                    let error = MigrationError::os("cannot start the thread of a channel", error);
+                    if self.state.stage == Stage::Receiving {
+                        return self.fail(error);
+                    }
+                    let error = error.to_string();
+                    if self.last_loss.as_ref() != Some(&error) {
+                        tracing::warn!(generation, channel = %id, %error, "trying again");
+                        self.last_loss = Some(error);
+                    }
+                    return;
+                }
+            }
+        }
     }
 
     pub(super) fn channel_lost(
@@ -132,7 +143,10 @@ impl Supervisor<'_, '_, '_> {
         if generation != self.state.generation || !self.state.channels.contains(&id) {
             return;
         }
-        tracing::warn!(generation, channel = %id, %error, "a channel is lost");
+        if let Some(left_out) = self.losses.take() {
+            tracing::warn!(generation, channel = %id, %error, left_out, "a channel is lost");
+        }
+        self.channels_lost += 1;
         if error.is_fatal_here() {
             return self.fail(error);
         }
@@ -150,13 +164,14 @@ impl Supervisor<'_, '_, '_> {
         self.events.push_back(Event::ChannelLost(generation, id));
     }
 
-    /// Ends the channels of generations before `generation`.
-    pub(super) fn end_older(&mut self, generation: Generation) {
+    /// Ends the channels of `generation` and of those before.
+    pub(super) fn end_up_to(&mut self, generation: Generation) {
         if self
             .control
             .as_ref()
-            .is_some_and(|control| control.generation < generation)
+            .is_some_and(|control| control.generation <= generation)
         {
+            self.naming = None;
             if let Some(mut control) = self.control.take() {
                 let _ = control.flush();
                 control.shutdown();
@@ -166,7 +181,7 @@ impl Supervisor<'_, '_, '_> {
         for channel in &self.core.urgent {
             channel.close();
         }
-        let old = |channel: &BulkChannel<'_>| channel.generation < generation;
+        let old = |channel: &BulkChannel<'_>| channel.generation <= generation;
         for channel in self.bulk.iter().filter(|channel| old(channel)) {
             channel.bulk.close();
         }

@@ -103,7 +103,7 @@ impl Fetch for Core {
     ) -> Result<(), AccessError> {
         let each = || (first.0..first.0 + pages).map(RamPage);
         for page in each() {
-            if self.states.claim(page) == Claim::Mine && !self.has_failed() {
+            if self.states.claim(page) == Claim::Mine && !self.is_over() {
                 self.request(page, 0);
             }
         }
@@ -142,7 +142,7 @@ fn resolve(
     match core.states.claim(page) {
         Claim::Present => {
             // It arrived after the fault, or was never missing and only not mapped.
-            core.machine.install(page, 1)?;
+            core.persist(|| core.machine.install(page, 1))?;
             return Ok(Outcome::Present);
         }
         Claim::Mine => core.request(page, vcpu as usize),
@@ -182,9 +182,7 @@ fn wait(
         if !core.states.is_missing(page) {
             return Ok(Outcome::Arrived);
         }
-        if core.has_failed() {
-            return Err(MigrationError::Internal("the migration has failed".into()));
-        }
+        core.check_goes_on()?;
         if stop() {
             return Ok(Outcome::Kicked);
         }
@@ -193,8 +191,8 @@ fn wait(
         }
         if core.is_crowded() || !spinner.spin() {
             core.sleep(slot, page, || {
-                !core.states.is_missing(page) || core.has_failed() || stop()
-            })?;
+                !core.states.is_missing(page) || core.is_over() || stop()
+            });
             spinner = Spinner::new(FAULT_SPIN);
         }
     }

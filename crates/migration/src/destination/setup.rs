@@ -2,7 +2,7 @@
 
 use super::completion::discarded;
 use super::config::{DestinationFailure, Offer};
-use super::desk::Waiting;
+use super::desk::{Candidate, Chosen};
 use super::resolver::Resolver;
 use super::{Destination, postcopy};
 use crate::clock::monotonic_ns;
@@ -10,15 +10,13 @@ use crate::control::ControlLink;
 use crate::cpus::Pinned;
 use crate::devices::DeviceStates;
 use crate::error::MigrationError;
-use crate::handshake::{HELLO_LIMIT, Stranger, StrangerError};
 use crate::phase::{Observer, Phase};
 use crate::report::DestinationReport;
 use crate::vm::{RunningVm, kind_of};
-use crate::wire::{ErrorCode, ErrorMessage, Frame, Kind, SessionId, Setup, Side};
+use crate::wire::{ErrorCode, ErrorMessage, Frame, Kind, Setup};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The longest interval between two looks at `stop`.
 const TICK: Duration = Duration::from_millis(50);
@@ -33,37 +31,16 @@ pub struct Incoming {
     pub(super) began_ns: u64,
 }
 
-/// A session that waits for its source's first word.
-struct Candidate {
-    session: SessionId,
-    secret: crate::handshake::Secret,
-    control: ControlLink,
-    since: Instant,
-}
-
-/// A source that spoke.
-struct Chosen {
-    candidate: Candidate,
-    said: Result<Frame, MigrationError>,
-}
-
 /// See [`Destination::accept`].
 pub(super) fn accept(
     host: &Arc<Destination>,
     stop: &dyn Fn() -> bool,
 ) -> Result<Incoming, MigrationError> {
-    let mut candidates = Vec::new();
-    let chosen = choose(host, &mut candidates, stop);
+    let chosen = choose(host, stop).inspect_err(|_| turn_away(host))?;
     let Chosen {
         mut candidate,
         said,
-    } = match chosen {
-        Ok(chosen) => chosen,
-        Err(error) => {
-            turn_away(host, candidates);
-            return Err(error);
-        }
-    };
+    } = chosen;
     let setup = match said {
         Ok(Frame::Setup(setup)) => setup,
         other => {
@@ -71,9 +48,7 @@ pub(super) fn accept(
                 Ok(frame) => MigrationError::unexpected("Setup", &frame),
                 Err(error) => error,
             };
-            turn_away(host, candidates);
-            let _ = candidate.control.send(&error.to_frame());
-            candidate.control.close_gracefully();
+            part(host, candidate, &error.to_frame());
             return Err(error);
         }
     };
@@ -87,7 +62,7 @@ pub(super) fn accept(
         setup.bulk_channels,
         setup.urgent_channels,
     );
-    turn_away(host, candidates);
+    turn_away(host);
     Ok(Incoming {
         host: Arc::clone(host),
         control: Some(candidate.control),
@@ -102,77 +77,39 @@ pub(super) fn accept(
     })
 }
 
-impl Candidate {
-    fn new(waiting: Waiting) -> Self {
-        Self {
-            session: waiting.session,
-            secret: waiting.secret,
-            control: ControlLink::new(Arc::new(waiting.connection), 1, Side::Source, 0),
-            since: waiting.since,
-        }
+/// Tells the sources that were not taken that the destination is busy.
+fn turn_away(host: &Destination) {
+    for other in host.desk.take_waiting() {
+        let busy = "the destination took another source; try again";
+        let frame = Frame::Error(ErrorMessage::new(ErrorCode::Busy, busy));
+        part(host, other, &frame);
     }
 }
 
-/// Tells the sources that were not taken that the destination is busy.
-fn turn_away(host: &Destination, candidates: Vec<Candidate>) {
-    let late = host.desk.take_waiting().into_iter().map(Candidate::new);
-    for mut other in candidates.into_iter().chain(late) {
-        let busy = "the destination took another source; try again";
-        let frame = Frame::Error(ErrorMessage::new(ErrorCode::Busy, busy));
-        let _ = other.control.send(&frame);
-        other.control.close_gracefully();
+/// Says a last word to a source. The acceptor's thread waits until it has read it: this one has
+/// other sources to serve.
+fn part(host: &Destination, mut candidate: Candidate, last: &Frame) {
+    if candidate.control.send(last).is_ok() {
+        host.acceptor.part(candidate.control.into_connection());
     }
 }
 
 /// Waits for the first source that speaks.
-fn choose(
-    host: &Destination,
-    candidates: &mut Vec<Candidate>,
-    stop: &dyn Fn() -> bool,
-) -> Result<Chosen, MigrationError> {
+fn choose(host: &Destination, stop: &dyn Fn() -> bool) -> Result<Chosen, MigrationError> {
     loop {
         if stop() {
             return Err(MigrationError::Cancelled);
         }
         host.desk.arrivals.hush();
-        candidates.extend(host.desk.take_waiting().into_iter().map(Candidate::new));
-        let mut at = 0;
-        while let Some(candidate) = candidates.get_mut(at) {
-            match candidate.control.receive() {
-                Ok(None) if candidate.since.elapsed() < HELLO_LIMIT => at += 1,
-                // It has only checked the way.
-                Ok(Some(Frame::Cancel)) => {
-                    let candidate = candidates.swap_remove(at);
-                    candidate.control.shutdown();
-                }
-                Ok(Some(frame)) => {
-                    let candidate = candidates.swap_remove(at);
-                    let said = Ok(frame);
-                    return Ok(Chosen { candidate, said });
-                }
-                Err(error) if !error.is_lost() || candidate.control.has_begun() => {
-                    let candidate = candidates.swap_remove(at);
-                    let said = Err(error);
-                    return Ok(Chosen { candidate, said });
-                }
-                // It is gone, or has said nothing in time.
-                Ok(None) | Err(_) => {
-                    let candidate = candidates.swap_remove(at);
-                    candidate.control.shutdown();
-                    crate::handshake::Router::stranger(
-                        &*host.desk,
-                        &Stranger {
-                            peer: candidate.control.peer().to_owned(),
-                            why: StrangerError::SilentSession,
-                        },
-                    );
-                }
-            }
+        if let Some(chosen) = host.desk.take_first() {
+            return Ok(chosen);
         }
+        let Some(connections) = host.desk.connections() else {
+            continue;
+        };
         let mut fds = vec![PollFd::new(&host.desk.arrivals, PollFlags::IN)];
-        for candidate in candidates.iter() {
-            let fd = candidate.control.as_fd();
-            fds.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        for connection in &connections {
+            fds.push(PollFd::new(&**connection, PollFlags::IN));
         }
         let tick = Timespec::try_from(TICK).expect("a short time");
         let _ = poll(&mut fds, Some(&tick));
@@ -211,8 +148,8 @@ impl Incoming {
     }
 
     /// Receives the VM into `vm`, a machine of the offered size. Its vCPUs must never have run, and
-    /// its hooks must forward to `resolver`. Its devices are paused first. `stop` ends the migration until the source has handed
-    /// the VM over. This sets short scheduler slices for the calling thread, since vCPUs wait for
+    /// its hooks must forward to `resolver`. Its vCPUs and devices are paused first. Its memory may
+    /// have any bytes. `stop` ends the migration until the source has handed the VM over. This sets short scheduler slices for the calling thread, since vCPUs wait for
     /// it. The thread runs on [`DestinationConfig::cpus`] meanwhile, and so do those that it
     /// starts.
     ///

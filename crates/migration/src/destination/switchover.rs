@@ -99,13 +99,18 @@ impl Supervisor<'_, '_, '_> {
         }
         let devices = std::mem::take(&mut self.loading.devices);
         self.loading.decoded = devices.decode(announced.devices)?;
-        self.vm.machine.begin_postcopy()?;
-        self.vm.vcpus.restore(&states)?;
+        self.inbound.end_precopy()?;
+        // Before VMM threads get in: they read replies, and a page that arrives is counted down.
         self.core.begin_counting();
+        self.vm.machine.begin_postcopy()?;
+        // Before the vCPUs' states: with minor faults, the first touch of a page that is here sleeps
+        // too. A missing page comes only after `Go`, so `Vcpus::restore` must not need one.
         self.serve_faults()?;
+        self.vm.vcpus.restore(&states)?;
+        self.assist()?;
         self.precopy_data = self.inbound.data_pages.load(Ordering::Relaxed);
         // From here on, frames bring missing pages. The source sends none before `Ready`.
-        self.inbound.postcopy.store(true, Ordering::Release);
+        self.inbound.begin_postcopy();
         self.loading.missing_at_start = Some(found);
         self.events.push_back(Event::Loaded);
         Ok(())
@@ -121,11 +126,9 @@ impl Supervisor<'_, '_, '_> {
         }
         devices::resume(self.vm.devices);
         self.vm.vcpus.resume();
+        self.wake_assist();
         self.patience.set(self.host.config.limits.dead_after);
         self.enter(Phase::Postcopy);
-        if let Err(error) = self.assist() {
-            self.fail(error);
-        }
         // For private memory, the kernel makes huge pages under the lock of all mappings, where
         // every fault would wait.
         if self.core.machine.ram().backing() != Backing::Anonymous {

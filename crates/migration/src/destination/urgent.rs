@@ -27,6 +27,11 @@ use std::time::{Duration, Instant};
 
 /// The size of the buffer, in replies with their pages.
 const REPLIES: usize = 8;
+/// The reads of one call.
+const READS: usize = 64;
+/// The most bytes of requests that the source leaves unread, beside those in the socket's buffers:
+/// 65 536 requests.
+const MAX_UNREAD: usize = 65_536 * URGENT_BYTES;
 /// A receipt follows after this number of pages, or when there is nothing else to do.
 const RECEIPT_EVERY: u64 = 32;
 
@@ -36,6 +41,8 @@ pub(super) struct UrgentChannel {
     /// Counts requests that the holder may not have seen.
     queued: AtomicU64,
     open: AtomicBool,
+    /// Whether the connection has not taken all requests.
+    clogged: AtomicBool,
     /// The open connection, for threads that sleep until a reply comes.
     connection: Mutex<Option<Arc<Connection>>>,
     holder: Mutex<Holder>,
@@ -72,6 +79,7 @@ impl UrgentChannel {
             requests,
             queued: AtomicU64::new(0),
             open: AtomicBool::new(false),
+            clogged: AtomicBool::new(false),
             connection: Mutex::default(),
             holder: Mutex::new(Holder {
                 requests: queue,
@@ -98,7 +106,14 @@ impl UrgentChannel {
             receipted: 0,
             heard: now,
         });
+        self.clogged.store(false, Ordering::Release);
         self.open.store(true, Ordering::Release);
+    }
+
+    /// Whether the channel is open and has taken all requests so far. It may change at any time:
+    /// this only keeps repeated requests from piling up.
+    pub(super) fn is_free(&self) -> bool {
+        self.open.load(Ordering::Acquire) && !self.clogged.load(Ordering::Acquire)
     }
 
     /// Closes the channel. No thread places its replies any more when this returns.
@@ -170,6 +185,8 @@ impl UrgentChannel {
         }
         let before = open.placed;
         let pumped = open.flush().and_then(|()| open.read(core));
+        self.clogged.store(!open.out.is_empty(), Ordering::Release);
+        let pumped = pumped.and_then(|()| open.check_unread());
         let pages = (open.placed - before) as usize;
         holder.last = Some((open.id, open.placed));
         if let Err(error) = pumped {
@@ -229,9 +246,19 @@ impl Open {
         self.out.flush(&self.connection)
     }
 
+    /// Fails if the source has left too many requests unread. It may send their pages on other
+    /// channels all the while, so that more and more follow.
+    fn check_unread(&self) -> Result<(), MigrationError> {
+        if self.out.waiting() > MAX_UNREAD {
+            return Err(ProtocolError::Unread.into());
+        }
+        Ok(())
+    }
+
     /// Reads without waiting, and places each complete reply.
     fn read(&mut self, core: &Core) -> Result<(), MigrationError> {
-        loop {
+        // The rest is left to the next call: the caller has other work.
+        for _ in 0..READS {
             let room = &mut self.buffer[self.filled..];
             let Some(got) = self.connection.recv_pending(room, "urgent reply")? else {
                 return Ok(());
@@ -270,5 +297,6 @@ impl Open {
                 self.flush()?;
             }
         }
+        Ok(())
     }
 }

@@ -7,15 +7,23 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::pending::{Answer, Challenge, PendingPeer, Progress};
+use super::pending::{Answer, Challenge, Granted, PendingPeer, Progress};
 use super::secret::{Transcript, random_bytes};
-use super::{Agreed, Arrival, Expected, HELLO_LIMIT, Protection, Router, Secret, StrangerError};
+use super::{
+    Agreed, Arrival, Expected, HELLO_LIMIT, Protection, Router, Secret, StrangerError,
+    place_to_take,
+};
 use crate::address::Address;
-use crate::channel::Listener;
+use crate::channel::{Connection, Listener};
 use crate::wire::{Credentials, Hello, HelloReply, Side, Status, Welcome};
 
-/// The most pending connections. One more drops the oldest.
+/// The most pending connections. One more takes the place of another.
 const MAX_PENDING: usize = 32;
+/// The most connections that are accepted before the bytes of all are read. They are fewer than a
+/// new one outlives, so the preamble of a source that sends it at once is always read.
+const AT_A_TIME: usize = MAX_PENDING / 4;
+/// The longest wait at the end for peers that were refused to read why.
+const PARTING: Duration = Duration::from_millis(200);
 /// The pause before the next accept(2) after one failed.
 const RETRY: Duration = Duration::from_millis(100);
 
@@ -38,6 +46,8 @@ struct Shared {
 struct Orders {
     listeners: Vec<Arc<Listener>>,
     protection: Protection,
+    /// Connections to close once their peers have read the last message.
+    parting: Vec<Connection>,
     stop: bool,
 }
 
@@ -68,6 +78,7 @@ impl Acceptor {
             orders: Mutex::new(Orders {
                 listeners: vec![Arc::new(listener)],
                 protection,
+                parting: Vec::new(),
                 stop: false,
             }),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
@@ -97,6 +108,13 @@ impl Acceptor {
     /// Protects later connections in another way, for example with renewed certificates.
     pub fn set_protection(&self, protection: Protection) {
         self.shared.orders().protection = protection;
+    }
+
+    /// Closes connections whose last message was sent. Each stays until its peer has closed it, for
+    /// a limited time: closing with unread bytes would drop the message. The caller waits for none.
+    pub(crate) fn part(&self, connections: impl IntoIterator<Item = Connection>) {
+        self.shared.orders().parting.extend(connections);
+        self.shared.wake();
     }
 
     /// The addresses on which it listens.
@@ -158,11 +176,18 @@ impl Worker {
             self.shared.clear_wake();
             // Read after the sleep: an order that was given before a connection applies to it.
             let protection = {
-                let orders = self.shared.orders();
-                if orders.stop {
-                    return;
+                let mut orders = self.shared.orders();
+                let parting = core::mem::take(&mut orders.parting);
+                let (protection, stop) = (orders.protection.clone(), orders.stop);
+                drop(orders);
+                for connection in parting {
+                    self.make_room();
+                    self.pending.push(PendingPeer::parting(connection));
                 }
-                orders.protection.clone()
+                if stop {
+                    return self.finish(&protection);
+                }
+                protection
             };
             self.accept_from(&listeners);
             self.advance_all(&protection);
@@ -203,9 +228,7 @@ impl Worker {
             return;
         }
         for listener in listeners {
-            // At most as many at a time as fit: preambles that have arrived are read before more
-            // connections are accepted.
-            for _ in 0..MAX_PENDING {
+            for _ in 0..AT_A_TIME {
                 match listener.try_accept() {
                     Ok(None) => break,
                     Ok(Some(connection)) => {
@@ -226,16 +249,36 @@ impl Worker {
         self.retry_at = None;
     }
 
-    /// Drops a pending connection if there are too many: one that was refused, or the oldest.
+    /// Drops a pending connection if there are too many: one that was refused, or one that [`crowd`]
+    /// chooses. Those that name a session of this side come last.
+    ///
+    /// [`crowd`]: super::crowd
     fn make_room(&mut self) {
         if self.pending.len() < MAX_PENDING {
             return;
         }
         let refused = self.pending.iter().position(PendingPeer::is_refused);
-        let dropped = self.pending.remove(refused.unwrap_or(0));
+        let places = |strangers: bool| {
+            let known = self.pending.iter().enumerate();
+            let these = known.filter(|(_, peer)| !(strangers && peer.names_session()));
+            let places = these.map(|(at, peer)| (at, peer.connection.origin()));
+            place_to_take(&places.collect::<Vec<_>>())
+        };
+        let taken = refused.or_else(|| places(true)).or_else(|| places(false));
+        let dropped = self.pending.remove(taken.expect("there are some"));
         if !dropped.is_refused() {
             self.router
-                .stranger(&dropped.stranger(StrangerError::Crowded));
+                .stranger(dropped.stranger(StrangerError::Crowded));
+        }
+    }
+
+    /// Gives peers that were refused a little time to read why.
+    fn finish(&mut self, protection: &Protection) {
+        self.pending.retain(PendingPeer::is_refused);
+        let until = Instant::now() + PARTING;
+        while !self.pending.is_empty() && Instant::now() < until {
+            self.advance_all(protection);
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 
@@ -256,17 +299,26 @@ impl Worker {
     /// Takes a step of `peer`. Returns it unless it is gone.
     fn advance(&self, mut peer: PendingPeer, protection: &Protection) -> Option<Kept> {
         match peer.advance(protection) {
+            Progress::Waiting
+                if peer.since.elapsed() >= self.limit && peer.lacks_large_packets() =>
+            {
+                let why = StrangerError::LargePacketsLost;
+                self.router.stranger(peer.stranger(why));
+                // It is small, so it arrives.
+                peer.refuse(&Welcome::refuse(Status::LargePacketsLost).encode());
+                Some(Kept::Waiting(peer))
+            }
             Progress::Waiting if peer.since.elapsed() >= self.limit => {
                 if !peer.is_refused() {
                     let why = StrangerError::Silent { after: self.limit };
-                    self.router.stranger(&peer.stranger(why));
+                    self.router.stranger(peer.stranger(why));
                 }
                 None
             }
             Progress::Waiting => Some(Kept::Waiting(peer)),
             Progress::Ended => None,
             Progress::Rejected(why, answer) => {
-                self.router.stranger(&peer.stranger(why));
+                self.router.stranger(peer.stranger(why));
                 match answer {
                     Answer::Nothing => return None,
                     Answer::Alert => peer.refuse(&[]),
@@ -276,8 +328,9 @@ impl Worker {
             }
             Progress::Hello(hello) => self.handle_hello(peer, hello),
             Progress::Credentials(challenge, credentials) => {
-                self.handle_credentials(peer, *challenge, &credentials)
+                Some(self.handle_credentials(peer, *challenge, &credentials))
             }
+            Progress::Granted(granted) => self.admit(peer, *granted),
         }
     }
 
@@ -294,7 +347,7 @@ impl Worker {
             Ok(nonce) => nonce,
             Err(error) => {
                 let why = StrangerError::NoRandom(error);
-                self.router.stranger(&peer.stranger(why));
+                self.router.stranger(peer.stranger(why));
                 return None;
             }
         };
@@ -319,32 +372,30 @@ impl Worker {
         match sent {
             Ok(()) => Some(Kept::Again(peer)),
             Err(error) => {
-                self.router.stranger(&peer.stranger(error.into()));
+                self.router.stranger(peer.stranger(error.into()));
                 None
             }
         }
     }
 
-    /// Checks the proof, and lets the router decide.
+    /// Checks the proof, and awaits large packets.
     fn handle_credentials(
         &self,
-        peer: PendingPeer,
+        mut peer: PendingPeer,
         challenge: Challenge,
         credentials: &Credentials,
-    ) -> Option<Kept> {
+    ) -> Kept {
         let secret = match (challenge.expected, credentials.secret) {
             (Expected::New, Some(secret)) => Secret::of_bytes(secret),
             (Expected::Known(secret), None) => secret,
-            _ => return Some(self.refuse_last(peer, Status::Malformed)),
+            _ => return self.refuse_last(peer, Status::Malformed),
         };
         let transcript = &challenge.transcript;
         if !secret.verify(Side::Source, transcript, &credentials.proof) {
-            return Some(self.refuse_last(peer, Status::BadProof));
+            return self.refuse_last(peer, Status::BadProof);
         }
         let proof = secret.prove(Side::Destination, transcript);
-        let since = peer.since;
-        let arrival = Arrival {
-            connection: peer.connection,
+        peer.await_path_check(Granted {
             agreed: Agreed {
                 version: challenge.reply.version,
                 capabilities: challenge.reply.capabilities,
@@ -353,6 +404,18 @@ impl Worker {
             },
             secret,
             welcome: Welcome::accept(proof).encode(),
+        });
+        Kept::Again(peer)
+    }
+
+    /// Lets the router decide.
+    fn admit(&self, peer: PendingPeer, granted: Granted) -> Option<Kept> {
+        let since = peer.since;
+        let arrival = Arrival {
+            connection: peer.connection,
+            agreed: granted.agreed,
+            secret: granted.secret,
+            welcome: granted.welcome,
         };
         let (arrival, status) = *self.router.accepted(arrival).err()?;
         let mut peer = PendingPeer::new(arrival.connection);
@@ -366,7 +429,7 @@ impl Worker {
 
     fn refuse(&self, mut peer: PendingPeer, message: &[u8], status: Status) -> Kept {
         let why = StrangerError::Refused(status);
-        self.router.stranger(&peer.stranger(why));
+        self.router.stranger(peer.stranger(why));
         peer.refuse(message);
         Kept::Waiting(peer)
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{Secret, Stranger};
 use crate::channel::{ChannelError, Connection, OpenError, Wait};
-use crate::wire::{Capabilities, ChannelKey, Hello, SessionId, Status, WELCOME_BYTES};
+use crate::wire::{Capabilities, ChannelKey, Hello, SessionId, Status, WELCOME_BYTES, path_check};
 
 /// The result of the negotiation between the two sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,7 +50,7 @@ pub trait Router: Send + Sync {
     fn accepted(&self, arrival: Arrival) -> Result<(), Box<(Arrival, Status)>>;
 
     /// Reports a connection that did not become a channel.
-    fn stranger(&self, stranger: &Stranger);
+    fn stranger(&self, stranger: Stranger);
 
     /// Reports that no connection can be accepted at the moment: the process or the host has no
     /// descriptors or no memory left. It is called once until a connection is accepted again.
@@ -90,9 +90,12 @@ impl Arrival {
     /// # Errors
     /// [`ChannelError`] if the source is gone. The channel is lost then.
     pub fn welcome(self) -> Result<Connection, ChannelError> {
-        // The socket's buffer is empty, so the message fits.
-        let at_once = Wait::block("Welcome").within(Duration::ZERO);
-        self.connection.write_all(&self.welcome, &at_once)?;
+        // The socket's buffer is empty, so both messages fit: the kernel lets it grow to twenty
+        // packets. The first is in a small packet of its own.
+        for (bytes, what) in [(&self.welcome[..], "Welcome"), (path_check(), "PathCheck")] {
+            let at_once = Wait::block(what).within(Duration::ZERO);
+            self.connection.write_all(bytes, &at_once)?;
+        }
         Ok(self.connection)
     }
 

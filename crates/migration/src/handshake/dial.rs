@@ -7,8 +7,8 @@ use super::{Agreed, HandshakeError, Identity, PlainPolicy, Protection};
 use crate::address::Address;
 use crate::channel::{ChannelError, Connection, Wait};
 use crate::wire::{
-    ChannelKey, Credentials, HELLO_BYTES, Hello, HelloReply, Side, Status, WELCOME_BYTES, Welcome,
-    WireError, check_magic,
+    ChannelKey, Credentials, HELLO_BYTES, Hello, HelloReply, PATH_CHECK_BYTES, Side, Status,
+    WELCOME_BYTES, Welcome, WireError, check_magic, path_check, verify_path_check,
 };
 
 /// The time for which a failed write waits for the reason in an alert of the peer.
@@ -25,21 +25,26 @@ pub struct Opened {
     pub round_trip: Duration,
 }
 
-/// The limits of the waits.
+/// The limits of the waits: one end for all of them, so that a peer that drips bytes does not
+/// postpone it.
 #[derive(Clone, Copy)]
 struct Limits<'a> {
-    silence: Duration,
+    all: Duration,
+    deadline: Instant,
     stop: &'a dyn Fn() -> bool,
 }
 
 impl<'a> Limits<'a> {
     fn wait(&self, what: &'static str) -> Wait<'a> {
-        Wait::block(what).within(self.silence).unless(self.stop)
+        Wait::block(what)
+            .until(self.deadline, self.all)
+            .unless(self.stop)
     }
 }
 
-/// Dials `address` and opens the channel `key` of the session. Fails after a silence of `limit`
-/// (name resolution not counted), and ends early if `stop` returns true.
+/// Dials `address` and opens the channel `key` of the session. Fails if connecting (name
+/// resolution not counted) takes longer than `limit`, or the handshake after it does. Ends early if
+/// `stop` returns true.
 ///
 /// The first control channel of generation 1 opens the session: it carries the secret.
 ///
@@ -77,7 +82,8 @@ pub fn open_on(
     stop: &dyn Fn() -> bool,
 ) -> Result<Opened, HandshakeError> {
     let limits = Limits {
-        silence: limit,
+        all: limit,
+        deadline: Instant::now() + limit,
         stop,
     };
     let connection = protect(connection, host, protection, limits)?;
@@ -105,11 +111,25 @@ pub fn open_on(
     };
     let wait = limits.wait("Credentials");
     let began = Instant::now();
+    // Two writes, so that the credentials are in a small packet of their own.
     write(&connection, &credentials.encode(), wait)?;
+    write(&connection, path_check(), limits.wait("PathCheck"))?;
     let mut bytes = [0; WELCOME_BYTES];
-    connection.read_exact(&mut bytes, &limits.wait("Welcome"))?;
+    let read = connection.read_exact(&mut bytes, &limits.wait("Welcome"));
+    read.map_err(|error| match error {
+        // A peer that stands still has received the bytes all the same: its kernel did.
+        ChannelError::TimedOut { .. } | ChannelError::Closed { .. }
+            if connection.has_unacknowledged() =>
+        {
+            large_packets_lost(&connection)
+        }
+        error => error.into(),
+    })?;
     let round_trip = first.min(began.elapsed());
     let welcome = Welcome::decode(&bytes)?;
+    if welcome.status == Status::LargePacketsLost {
+        return Err(large_packets_lost(&connection));
+    }
     if welcome.status != Status::Accepted {
         return Err(HandshakeError::Refused {
             status: welcome.status,
@@ -123,6 +143,7 @@ pub fn open_on(
     {
         return Err(HandshakeError::BadProof);
     }
+    read_path_check(&connection, &limits.wait("PathCheck"))?;
     Ok(Opened {
         connection,
         agreed: Agreed {
@@ -169,6 +190,22 @@ fn write(connection: &Connection, bytes: &[u8], wait: Wait<'_>) -> Result<(), Ha
         return Err(told.into());
     }
     Err(error.into())
+}
+
+/// Reads the destination's [`path_check`], which follows its [`Welcome`] at once.
+fn read_path_check(connection: &Connection, wait: &Wait<'_>) -> Result<(), HandshakeError> {
+    let mut bytes = vec![0; PATH_CHECK_BYTES];
+    match connection.read_exact(&mut bytes, wait) {
+        Ok(()) => Ok(verify_path_check(0, &bytes)?),
+        Err(ChannelError::TimedOut { .. }) => Err(large_packets_lost(connection)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn large_packets_lost(connection: &Connection) -> HandshakeError {
+    HandshakeError::LargePacketsLost {
+        peer: connection.peer().to_owned(),
+    }
 }
 
 /// Reads 64 bytes, and fails at the first byte that cannot be Pageferry's.

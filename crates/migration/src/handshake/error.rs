@@ -34,6 +34,15 @@ pub enum HandshakeError {
         /// The address of the peer.
         peer: String,
     },
+    /// The first messages passed, and the [`path_check`](crate::wire::path_check) did not.
+    #[error(
+        "{peer}: small packets pass and large ones do not; make the MTU of both hosts fit the path, \
+         or let the path answer with ICMP \"fragmentation needed\""
+    )]
+    LargePacketsLost {
+        /// The address of the peer.
+        peer: String,
+    },
     /// The caller could not open a connection.
     #[error("no connection from the caller: {0}")]
     Caller(io::Error),
@@ -52,6 +61,8 @@ pub struct Stranger {
     pub peer: String,
     /// The reason.
     pub why: StrangerError,
+    /// The strangers before this one that were not reported, since there were too many.
+    pub left_out: u64,
 }
 
 /// The reason why the destination did not accept a connection.
@@ -69,8 +80,13 @@ pub enum StrangerError {
         /// The limit.
         after: Duration,
     },
-    /// There were too many pending connections, and this was the oldest.
-    #[error("too many connections without a preamble")]
+    /// The credentials came, and nothing of the [`path_check`](crate::wire::path_check) behind them.
+    #[error(
+        "its small packets arrive and its large ones do not: make the MTU of both hosts fit the path"
+    )]
+    LargePacketsLost,
+    /// There were too many connections, and this one made room for another.
+    #[error("too many connections that had said nothing, and this one made room")]
     Crowded,
     /// The preamble was valid, and the destination refused it.
     #[error("{0}")]

@@ -5,19 +5,24 @@
 //! a channel, not even with bytes of an earlier connection. No stranger keeps a source out: it may
 //! send garbage, stop half way or send nothing at all.
 //!
-//! **Mechanism.** The source dials (`dial`), with TLS or without. Four messages follow:
+//! **Mechanism.** The source dials (`dial`), with TLS or without. Six messages follow:
 //!
 //! | step | sender | message | meaning |
 //! |---|---|---|---|
 //! | 1 | source | [`Hello`](crate::wire::Hello) | version, session and channel |
 //! | 2 | destination | [`HelloReply`](crate::wire::HelloReply) | a nonce, or a refusal |
 //! | 3 | source | [`Credentials`](crate::wire::Credentials) | a proof over steps 1 and 2 |
-//! | 4 | destination | [`Welcome`](crate::wire::Welcome) | its own proof, or a refusal |
+//! | 4 | source | [`path_check`](crate::wire::path_check) | bytes that need large packets |
+//! | 5 | destination | [`Welcome`](crate::wire::Welcome) | its own proof, or a refusal |
+//! | 6 | destination | [`path_check`](crate::wire::path_check) | as in step 4 |
+//!
+//! Neither side counts a channel as open before the large packets of the other have come. So a VM
+//! is not handed over to a path that carries short messages only.
 //!
 //! The channel that opens a session carries the secret in step 3. Without TLS, an observer on the
 //! path reads it there. So plain TCP is for loopback addresses unless the user allows more
 //! ([`PlainPolicy`]). The destination's [`Acceptor`] serves all pending connections in one thread.
-//! Their number is bounded, and so is the time of each. A [`Router`] decides what becomes of them.
+//! Their number is bounded, and so is the time of each. `crowd` chooses who makes room. A [`Router`] decides what becomes of them.
 //!
 //! **Neighbours.** [`wire`](crate::wire) has the messages, [`channel`](crate::channel) the sockets
 //! and TLS. This module must not know what is sent afterwards.
@@ -25,6 +30,7 @@
 mod acceptor;
 mod admission;
 mod arrival;
+mod crowd;
 mod dial;
 mod error;
 mod pending;
@@ -34,6 +40,7 @@ mod secret;
 pub use acceptor::Acceptor;
 pub use admission::Admission;
 pub use arrival::{Agreed, Arrival, Expected, Router};
+pub(crate) use crowd::{Origin, place_to_take};
 pub use dial::{Opened, dial, open_on};
 pub use error::{HandshakeError, Stranger, StrangerError};
 pub(crate) use protection::protection;

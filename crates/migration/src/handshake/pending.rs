@@ -6,11 +6,11 @@ use rustix::net::{RecvFlags, recv};
 use std::time::{Duration, Instant};
 
 use super::secret::Transcript;
-use super::{Expected, PlainPolicy, Protection, Stranger, StrangerError};
+use super::{Agreed, Expected, PlainPolicy, Protection, Secret, Stranger, StrangerError};
 use crate::channel::{ChannelError, Connection, Wait};
 use crate::wire::{
-    CREDENTIALS_BYTES, Credentials, HELLO_BYTES, Hello, HelloReply, SessionId, Status, WireError,
-    check_magic,
+    CREDENTIALS_BYTES, Credentials, HELLO_BYTES, Hello, HelloReply, PATH_CHECK_BYTES, SessionId,
+    Status, WELCOME_BYTES, WireError, check_magic, verify_path_check,
 };
 
 /// The first byte of TLS: the type of a record with a handshake message.
@@ -36,6 +36,8 @@ enum Stage {
     Hello,
     /// The [`Credentials`] for this challenge.
     Credentials(Box<Challenge>),
+    /// A [`path_check`](crate::wire::path_check): the source has proved what it knows.
+    PathCheck(Box<Granted>),
     /// The end. A refusal was sent. Later bytes are read and dropped: closing with unread bytes
     /// would reset the connection before the peer has read the refusal.
     End,
@@ -49,6 +51,13 @@ pub(super) struct Challenge {
     pub(super) expected: Expected,
 }
 
+/// The answer to a source that has proved what it knows.
+pub(super) struct Granted {
+    pub(super) agreed: Agreed,
+    pub(super) secret: Secret,
+    pub(super) welcome: [u8; WELCOME_BYTES],
+}
+
 /// The state of a pending connection after a step.
 pub(super) enum Progress {
     /// More bytes are needed.
@@ -59,6 +68,8 @@ pub(super) enum Progress {
     Hello(Hello),
     /// [`Credentials`] came, for this challenge.
     Credentials(Box<Challenge>, Credentials),
+    /// Large packets came too: the source waits for this answer.
+    Granted(Box<Granted>),
     /// The peer is not acceptable. The answer is for a peer that would understand it.
     Rejected(StrangerError, Answer),
 }
@@ -84,9 +95,31 @@ impl PendingPeer {
         }
     }
 
+    /// A connection whose last message was sent.
+    pub(super) fn parting(connection: Connection) -> Self {
+        let mut peer = Self::new(connection);
+        peer.refuse(&[]);
+        peer
+    }
+
     /// Whether the peer was refused and told so.
     pub(super) const fn is_refused(&self) -> bool {
         matches!(self.stage, Stage::End)
+    }
+
+    /// Whether nothing of the [`path_check`](crate::wire::path_check) has come, which is due.
+    pub(super) const fn lacks_large_packets(&self) -> bool {
+        matches!(self.stage, Stage::PathCheck(_)) && self.filled == 0
+    }
+
+    /// Whether the peer has named a session that this side has. A stranger does not know its number.
+    pub(super) const fn names_session(&self) -> bool {
+        match &self.stage {
+            Stage::Credentials(challenge) => matches!(challenge.expected, Expected::Known(_)),
+            // It has proved that it knows the session's secret.
+            Stage::PathCheck(granted) => !granted.agreed.key.opens_session(),
+            _ => false,
+        }
     }
 
     /// The event that the next step needs.
@@ -122,6 +155,7 @@ impl PendingPeer {
         match self.stage {
             Stage::Hello => self.read_hello(protection),
             Stage::Credentials(_) => self.read_credentials(),
+            Stage::PathCheck(_) => self.read_path_check(),
             _ => self.discard(),
         }
     }
@@ -213,6 +247,37 @@ impl PendingPeer {
         }
     }
 
+    /// Awaits large packets. They have the whole time for themselves.
+    pub(super) fn await_path_check(&mut self, granted: Granted) {
+        self.stage = Stage::PathCheck(Box::new(granted));
+        self.filled = 0;
+        self.since = Instant::now();
+    }
+
+    /// Compares the bytes as they come, and keeps none.
+    fn read_path_check(&mut self) -> Progress {
+        while self.filled < PATH_CHECK_BYTES {
+            let mut bytes = [0; 4096];
+            let room = (PATH_CHECK_BYTES - self.filled).min(bytes.len());
+            let got = match self
+                .connection
+                .recv_pending(&mut bytes[..room], "PathCheck")
+            {
+                Ok(None) => return Progress::Waiting,
+                Ok(Some(got)) => got,
+                Err(error) => return rejected(error),
+            };
+            if let Err(error) = verify_path_check(self.filled, &bytes[..got]) {
+                return rejected(error);
+            }
+            self.filled += got;
+        }
+        match core::mem::replace(&mut self.stage, Stage::End) {
+            Stage::PathCheck(granted) => Progress::Granted(granted),
+            _ => unreachable!("the stage that awaits them"),
+        }
+    }
+
     /// Reads until the message has `needed` bytes. Returns whether it has.
     fn read(&mut self, needed: usize, what: &'static str) -> Result<bool, ChannelError> {
         while self.filled < needed {
@@ -268,6 +333,7 @@ impl PendingPeer {
         Stranger {
             peer: self.connection.peer().to_owned(),
             why,
+            left_out: 0,
         }
     }
 }

@@ -75,8 +75,8 @@ impl Secret {
 
 fn covered(side: Side, transcript: &Transcript) -> Vec<u8> {
     let label: &[u8] = match side {
-        Side::Source => b"pageferry 4 source",
-        Side::Destination => b"pageferry 4 destination",
+        Side::Source => b"pageferry 5 source",
+        Side::Destination => b"pageferry 5 destination",
     };
     let Transcript {
         hello,

@@ -44,7 +44,7 @@ impl Shared {
         for page in pages.clone() {
             self.sendings[page].fetch_add(1, Relaxed);
         }
-        self.ledger.sent(channel, [pages]);
+        self.ledger.sent(channel, [pages], 0);
     }
 
     fn sendings(&self) -> [u64; PAGES] {
@@ -82,7 +82,7 @@ fn a_page_that_changes_in_flight_is_not_in_flight_twice() {
         shared.0.set_unsent(1..2);
         assert!(shared.0.claim(RamPage(1)));
         let first = shared.1.load(Ordering::Relaxed);
-        shared.0.sent(0, [1..2]);
+        shared.0.sent(0, [1..2], 0);
         let other = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {

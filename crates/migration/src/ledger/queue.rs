@@ -15,24 +15,38 @@ pub struct ReceiptError {
     pub sent: u64,
 }
 
+/// A message without a receipt.
+#[derive(Clone, Copy, Debug)]
+struct Message {
+    runs: usize,
+    /// The bytes of its pages.
+    bytes: u64,
+}
+
 /// The queue of a channel. The runs of all messages are in one list, so that a message needs no
 /// allocation of its own.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     /// The messages with a receipt.
     acknowledged: u64,
-    /// The number of runs of each message without one.
-    messages: VecDeque<usize>,
+    /// Each message without one.
+    messages: VecDeque<Message>,
     /// The runs of these messages.
     runs: VecDeque<Range<usize>>,
 }
 
 impl Queue {
-    /// Appends a message with these runs of pages.
-    pub(super) fn push(&mut self, runs: impl IntoIterator<Item = Range<usize>>) {
+    /// Appends a message with these runs of pages, of which it has so many bytes.
+    pub(super) fn push(&mut self, runs: impl IntoIterator<Item = Range<usize>>, bytes: u64) {
         let before = self.runs.len();
         self.runs.extend(runs);
-        self.messages.push_back(self.runs.len() - before);
+        let runs = self.runs.len() - before;
+        self.messages.push_back(Message { runs, bytes });
+    }
+
+    /// The number of messages without a receipt.
+    pub(super) fn len(&self) -> usize {
+        self.messages.len()
     }
 
     /// Checks a receipt for the first `upto` messages.
@@ -49,12 +63,32 @@ impl Queue {
         })
     }
 
-    /// Takes the messages up to `upto` out, and passes their runs to `each`.
-    pub(super) fn take(&mut self, upto: u64, each: impl FnMut(Range<usize>)) {
+    /// Takes the messages up to `upto` out, and passes their runs to `each`. Returns the bytes of
+    /// their pages.
+    pub(super) fn take(&mut self, upto: u64, each: impl FnMut(Range<usize>)) -> u64 {
         let messages = (upto - self.acknowledged) as usize;
-        let runs: usize = self.messages.drain(..messages).sum();
+        let (mut runs, mut bytes) = (0, 0);
+        for message in self.messages.drain(..messages) {
+            runs += message.runs;
+            bytes += message.bytes;
+        }
         self.acknowledged = upto;
         self.runs.drain(..runs).for_each(each);
+        bytes
+    }
+
+    /// The bytes of the messages of which `in_place` holds for every run.
+    pub(super) fn bytes_of(&self, in_place: impl Fn(&Range<usize>) -> bool) -> u64 {
+        let mut runs = self.runs.iter();
+        let whole = self.messages.iter().filter(|message| {
+            // Each run is looked at: the next message begins behind the last one.
+            let missing = runs
+                .by_ref()
+                .take(message.runs)
+                .filter(|run| !in_place(run));
+            missing.count() == 0
+        });
+        whole.map(|message| message.bytes).sum()
     }
 
     /// Takes all messages out.

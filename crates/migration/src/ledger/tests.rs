@@ -35,8 +35,8 @@ fn a_page_is_unsent_then_in_flight_then_acknowledged() {
     assert_eq!(ledger.claim_run(0, 1000), Some(71..150));
     assert_eq!(ledger.claim_run(0, 1000), None);
     assert_eq!(counts(&ledger), (0, 140, 140));
-    ledger.sent(0, [ONE(70)]);
-    ledger.sent(1, [10..70, 71..149]);
+    ledger.sent(0, [ONE(70)], 0);
+    ledger.sent(1, [10..70, 71..149], 0);
     ledger.unclaim(149..150);
     assert_eq!(counts(&ledger), (1, 139, 140));
     let pages = |pages, unsent| Ok(Released { pages, unsent });
@@ -45,6 +45,33 @@ fn a_page_is_unsent_then_in_flight_then_acknowledged() {
     assert_eq!(ledger.receipt(1, 1), pages(138, 0));
     assert_eq!(counts(&ledger), (1, 0, 1));
     assert_eq!(ledger.unsent_runs().collect::<Vec<_>>(), [149..150]);
+}
+
+#[test]
+fn bytes_count_when_the_destination_has_them() {
+    let ledger = ledger(100, 3);
+    ledger.set_unsent(0..80);
+    for first in [0, 10, 20, 30, 40, 50, 60] {
+        assert_eq!(ledger.claim_run(first, 10), Some(first..first + 10));
+    }
+    ledger.sent(0, [0..10], 1);
+    ledger.sent(0, [10..20], 2);
+    assert_eq!(ledger.acknowledged_bytes(), 0, "sent only");
+    ledger.receipt(0, 1).unwrap();
+    ledger.receipt(0, 1).unwrap();
+    assert_eq!(ledger.acknowledged_bytes(), 1);
+    // The channel is lost, with a message that arrived and one that did not.
+    ledger.sent(0, [20..30], 4);
+    assert_eq!(ledger.reclaim(0, 2), Ok(10));
+    assert_eq!(ledger.acknowledged_bytes(), 3);
+    // All channels are lost. Messages count if none of their pages is missing.
+    ledger.sent(1, [30..35, 36..40], 8);
+    ledger.sent(1, [40..50], 16);
+    ledger.sent(2, [50..60], 32);
+    ledger.sent(2, [60..70], 64);
+    let missing = [20..30, 35..36, 49..50, 70..80];
+    ledger.adopt_missing(missing.into_iter()).unwrap();
+    assert_eq!(ledger.acknowledged_bytes(), 3 + 8 + 32 + 64);
 }
 
 /// Adds dirty pages, and returns those that were not unsent.
@@ -59,7 +86,7 @@ fn a_page_that_changes_in_flight_waits_for_the_receipt() {
     let ledger = ledger(100, 1);
     ledger.set_unsent(0..10);
     assert_eq!(ledger.claim_run(0, 10), Some(0..10));
-    ledger.sent(0, [0..10]);
+    ledger.sent(0, [0..10], 0);
     let dirty = PageBitmap::new(100);
     dirty.set_range(5..7);
     dirty.set_range(90..100);
@@ -100,7 +127,7 @@ fn a_wrong_receipt_changes_nothing() {
     ledger.set_unsent(0..10);
     for page in 0..3 {
         assert!(ledger.claim(RamPage(page)));
-        ledger.sent(0, [ONE(page as usize)]);
+        ledger.sent(0, [ONE(page as usize)], 0);
     }
     let (acknowledged, sent) = (2, 3);
     assert_eq!(ledger.receipt(0, 2).map(|it| it.pages), Ok(2));
@@ -122,14 +149,14 @@ fn an_ended_channel_gives_back_what_is_not_in_place_and_counts_anew() {
     ledger.set_unsent(0..100);
     for start in [0, 10, 20] {
         assert_eq!(ledger.claim_run(start, 10), Some(start..start + 10));
-        ledger.sent(1, [start..start + 10]);
+        ledger.sent(1, [start..start + 10], 0);
     }
     ledger.set_unsent(25..26);
     assert_eq!(ledger.receipt(1, 1).map(|it| it.pages), Ok(10));
     assert_eq!(ledger.reclaim(1, 2), Ok(10));
     assert_eq!(counts(&ledger), (80, 0, 80));
     assert_eq!(ledger.claim_run(0, 5), Some(20..25));
-    ledger.sent(1, [20..25]);
+    ledger.sent(1, [20..25], 0);
     assert!(ledger.receipt(1, 2).is_err());
     assert_eq!(ledger.receipt(1, 1).map(|it| it.pages), Ok(5));
 }
@@ -139,9 +166,9 @@ fn a_missing_set_replaces_what_no_receipt_has_told() {
     let ledger = ledger(300, 2);
     ledger.set_unsent(0..200);
     assert_eq!(ledger.claim_run(0, 50), Some(0..50));
-    ledger.sent(0, [0..50]);
+    ledger.sent(0, [0..50], 0);
     assert_eq!(ledger.claim_run(50, 50), Some(50..100));
-    ledger.sent(1, [50..100]);
+    ledger.sent(1, [50..100], 0);
     assert_eq!(ledger.receipt(1, 1).map(|it| it.pages), Ok(50));
     let before = counts(&ledger);
     for (missing, page) in [
@@ -315,7 +342,7 @@ proptest! {
                         at = run.end;
                         runs.push(run);
                     }
-                    ledger.sent(channel, runs.iter().cloned());
+                    ledger.sent(channel, runs.iter().cloned(), 0);
                     let pages = runs.into_iter().flatten().collect();
                     model.channels[channel].1.push(pages);
                 }
@@ -323,7 +350,7 @@ proptest! {
                     let free = model.unsent[page] && !model.in_flight[page];
                     prop_assert_eq!(ledger.claim(RamPage(page as u64)), free);
                     if free {
-                        ledger.sent(channel, [ONE(page)]);
+                        ledger.sent(channel, [ONE(page)], 0);
                         (model.unsent[page], model.in_flight[page]) = (false, true);
                         model.channels[channel].1.push(vec![page]);
                     }
@@ -429,7 +456,7 @@ fn no_page_is_lost_or_sent_twice_at_once_however_many_threads_send() {
                             (page, guest[page].load(ORDER))
                         };
                         let message = run.clone().map(read).collect();
-                        ledger.sent(channel, [run]);
+                        ledger.sent(channel, [run], 0);
                         wire.push(message);
                     }
                     match random(16) {

@@ -86,8 +86,9 @@ pub enum Action {
     Send(ToSource),
     /// Send the missing pages, then `Resumed`.
     SendMissing(DestinationStage),
-    /// Close the channels of all older generations, and wait until their readers have ended.
-    EndOlder(Generation),
+    /// Close the channels of this generation and all older ones, and wait until their readers have
+    /// ended.
+    EndUpTo(Generation),
     /// Close this channel, wait until its reader has ended, and send `ChannelEnded`.
     EndChannel(ChannelId),
     /// Send all outstanding requests again.
@@ -136,7 +137,7 @@ impl Destination {
                 self.stage = Stage::Running;
                 actions.extend([Action::StartGuest, Action::Send(ToSource::Running)]);
             }
-            (Stage::Receiving | Stage::Ready | Stage::Discarded, Says::Cancel) => {
+            (Stage::Receiving | Stage::Ready, Says::Cancel) => {
                 self.discard(actions);
             }
             (Stage::Discarded, Says::DiscardHeard) => self.end(End::Discarded, actions),
@@ -217,7 +218,8 @@ fn apply(here: &mut Destination, event: Event, actions: &mut Vec<Action>) {
             here.generation = generation;
             here.channels.clear();
             here.link = Link::Resuming;
-            actions.push(Action::EndOlder(generation));
+            // A generation that is above another one is at least 1.
+            actions.push(Action::EndUpTo(generation - 1));
         }
         (_, Event::Received(generation, message)) if now(generation) && here.link != Link::Down => {
             here.received(message, actions);
@@ -247,7 +249,7 @@ fn apply(here: &mut Destination, event: Event, actions: &mut Vec<Action>) {
         (_, Event::Lost(generation)) if now(generation) => {
             here.link = Link::Down;
             here.channels.clear();
-            actions.push(Action::EndOlder(generation + 1));
+            actions.push(Action::EndUpTo(generation));
         }
         (_, Event::ChannelLost(generation, channel)) if now(generation) => {
             here.end_channel(channel, actions);

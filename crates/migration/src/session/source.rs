@@ -189,9 +189,23 @@ impl Source {
         for (_, state) in &mut self.channels {
             *state = Channel::Closed;
         }
-        self.generation += 1;
+        let Some(next) = self.generation.checked_add(1) else {
+            // The destination takes no generation twice, so it cannot be reached any more.
+            return self.give_up(actions);
+        };
+        self.generation = next;
         self.link = Link::Dialling;
-        actions.push(Action::Dial(self.generation));
+        actions.push(Action::Dial(next));
+    }
+
+    /// Ends the session without the destination.
+    fn give_up(&mut self, actions: &mut Vec<Action>) {
+        let end = if self.has_handed_over() {
+            End::GivenUp
+        } else {
+            End::Kept
+        };
+        self.end(end, actions);
     }
 
     fn end(&mut self, end: End, actions: &mut Vec<Action>) {
@@ -268,11 +282,13 @@ impl Source {
                 let Some(slot) = self.slot(channel) else {
                     return;
                 };
+                if !next_incarnation(&mut slot.0) {
+                    return self.redial(actions);
+                }
                 actions.extend([
                     Action::CloseChannel(channel),
                     Action::Reclaim { channel, placed },
                 ]);
-                slot.0.incarnation += 1;
                 if drained {
                     slot.1 = Channel::Closed;
                     return;
@@ -292,6 +308,14 @@ impl Source {
         actions.push(Action::Send(ToDestination::Complete));
         self.end(End::Completed, actions);
     }
+}
+
+/// Numbers the next connection of a channel. Returns false if the generation has no number left:
+/// the next generation counts anew.
+fn next_incarnation(id: &mut ChannelId) -> bool {
+    let next = id.incarnation.checked_add(1);
+    id.incarnation = next.unwrap_or(1);
+    next.is_some()
 }
 
 /// Lets the guest run there. A request may come as soon as `Go` is sent. The push waits until the
@@ -371,7 +395,9 @@ fn apply(source: &mut Source, event: Event, actions: &mut Vec<Action>) {
                 }
                 // The destination may have accepted it. So the next attempt has a new number.
                 Some(slot) if slot.1 == Channel::Dialling => {
-                    slot.0.incarnation += 1;
+                    if !next_incarnation(&mut slot.0) {
+                        return source.redial(actions);
+                    }
                     actions.push(Action::DialChannel(slot.0));
                 }
                 _ => {}
@@ -403,5 +429,62 @@ fn apply(source: &mut Source, event: Event, actions: &mut Vec<Action>) {
             source.end(End::Forced, actions);
         }
         _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::Role;
+
+    const BULK: ChannelId = ChannelId {
+        role: Role::Bulk,
+        index: 0,
+        incarnation: u32::MAX,
+    };
+
+    fn source(stage: Stage, generation: Generation, channel: Channel) -> Source {
+        Source {
+            stage,
+            link: Link::Up,
+            generation,
+            channels: vec![(BULK, channel)],
+        }
+    }
+
+    #[test]
+    fn a_generation_follows_when_a_channel_has_used_its_last_number() {
+        let ended = ToSource::ChannelEnded {
+            channel: BULK,
+            placed: 3,
+        };
+        for (channel, event) in [
+            (Channel::Ending, Event::Received(7, ended)),
+            (Channel::Dialling, Event::ChannelLost(7, BULK)),
+        ] {
+            let (next, actions) = step(&source(Stage::HandedOver, 7, channel), event);
+            assert_eq!((next.generation, next.link), (8, Link::Dialling));
+            assert_eq!(next.channels[0].0.incarnation, 1);
+            assert_eq!(actions, [Action::CloseGeneration, Action::Dial(8)]);
+        }
+    }
+
+    #[test]
+    fn a_source_that_has_used_its_last_generation_gives_up_as_if_an_operator_did() {
+        for (stage, end) in [
+            (Stage::HandedOver, End::GivenUp),
+            (Stage::Drained, End::GivenUp),
+            (Stage::Cancelling, End::Kept),
+        ] {
+            let lost = Event::Lost(u32::MAX);
+            let (next, actions) = step(&source(stage, u32::MAX, Channel::Open), lost);
+            assert_eq!(next.stage, Stage::Ended(end));
+            let resumes = actions.contains(&Action::ResumeGuest);
+            assert_eq!(resumes, end == End::Kept, "{stage:?}");
+            // An operator who knows better may still resume the guest here.
+            let (forced, _) = step(&next, Event::ResumeHere);
+            let may = end == End::GivenUp;
+            assert_eq!(forced.stage == Stage::Ended(End::Forced), may);
+        }
     }
 }

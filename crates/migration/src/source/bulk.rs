@@ -22,8 +22,13 @@ use tracing::debug;
 
 /// The frames without payload that one receive takes.
 const FRAMES: usize = 64;
+/// The most frames without a receipt. A destination sends one for each frame.
+const MAX_UNCONFIRMED: usize = 1024;
 /// The interval at which the push looks whether urgent pages are answered. Answers take less.
 const GIVE_WAY: Duration = Duration::from_micros(50);
+
+/// The reason for the loss of a channel whose peer is silent.
+const SILENT: MigrationError = MigrationError::Timeout("anything on a bulk channel");
 
 /// A bulk channel at the source.
 pub(super) struct Bulk<'a> {
@@ -75,8 +80,13 @@ impl Bulk<'_> {
         });
         crate::latency::prefer_short_slices();
         let sent = self.send_frames(&incoming);
+        // A silence interrupts a write.
+        let silent = self.is_silent(&incoming).then_some(SILENT);
         let error = incoming.into_inner().error;
-        error.or(sent.err()).unwrap_or(MigrationError::Cancelled)
+        error
+            .or(silent)
+            .or(sent.err())
+            .unwrap_or(MigrationError::Cancelled)
     }
 
     fn send_frames(&self, incoming: &RefCell<Incoming>) -> Result<(), MigrationError> {
@@ -93,7 +103,7 @@ impl Bulk<'_> {
                 return Ok(());
             }
             if self.is_silent(incoming) {
-                return Err(MigrationError::Timeout("anything on a bulk channel"));
+                return Err(SILENT);
             }
             let next = self.fill(&mut frame, &mut ahead, incoming)?;
             if next == Next::Send {
@@ -117,7 +127,11 @@ impl Bulk<'_> {
         incoming: &RefCell<Incoming>,
     ) -> Result<Next, MigrationError> {
         let shared = self.shared;
-        let mode = shared.mode();
+        let turn = shared.turn();
+        let mode = turn.mode();
+        if shared.ledger.without_receipt(self.index) >= MAX_UNCONFIRMED {
+            return Ok(Next::AwaitReceipt);
+        }
         if let Some(wait) = shared.limiter.wait(mode) {
             if let Some(governor) = &mut incoming.borrow_mut().governor {
                 governor.limited();
@@ -160,7 +174,7 @@ impl Bulk<'_> {
             }
             Mode::Hold | Mode::Answer => false,
         };
-        if filled && shared.mode() != mode {
+        if filled && shared.turn() != turn {
             frame.give_back(&shared.ledger);
             return Ok(Next::Rest);
         }
@@ -223,11 +237,12 @@ impl Bulk<'_> {
         let list = frame.list();
         let (data, zero) = (u64::from(list.data_pages()), list.zero_pages());
         let runs = list.runs().iter();
+        let bytes = data * PAGE_BYTES as u64;
         self.shared.ledger.sent(
             self.index,
             runs.map(|run| run.first.index()..run.end() as usize),
+            bytes,
         );
-        let bytes = data * PAGE_BYTES as u64;
         self.shared.limiter.charge(self.shared.mode(), bytes);
         if let Some(governor) = &mut incoming.borrow_mut().governor {
             governor.sent(monotonic_ns(), bytes);
@@ -236,7 +251,6 @@ impl Bulk<'_> {
         let figures = &self.shared.figures;
         figures.data.fetch_add(data, Ordering::Relaxed);
         figures.zero.fetch_add(zero, Ordering::Relaxed);
-        figures.page_bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! Checks the way to a destination, and moves nothing.
 
 use super::config::{Route, SourceConfig};
+use super::recovery::Worked;
 use crate::control::ControlLink;
 use crate::error::MigrationError;
 use crate::handshake::{Identity, Opened, protection};
@@ -36,7 +37,7 @@ pub fn check(
     let key = ChannelKey::control(1);
     let Opened {
         connection, agreed, ..
-    } = route.open(&protection, &identity, key, limit, stop)?;
+    } = route.open(&Worked::default(), &protection, &identity, key, limit, stop)?;
     let tls_name = config
         .tls
         .as_ref()

@@ -97,7 +97,10 @@ impl SourceSession {
     }
 
     fn command(&self, command: Command) {
-        self.letters.post(Letter::Command(command));
+        // A later one of the same kind says all that an earlier one does.
+        let kind = std::mem::discriminant(&command);
+        let same = |letter: &Letter| matches!(letter, Letter::Command(other) if std::mem::discriminant(other) == kind);
+        self.letters.post_instead_of(Letter::Command(command), same);
     }
 
     /// Cancels the migration: the VM runs on at the source. Has no effect once the VM is handed

@@ -103,7 +103,6 @@ impl Supervisor<'_, '_, '_> {
             Stage::Ended(End::GivenUp) => "given-up",
             Stage::Ended(End::Forced) => "resumed-here",
         };
-        let figures = &self.shared.figures;
         self.session.board.write(SessionStatus {
             stage,
             connected: self.control.is_some(),
@@ -113,10 +112,11 @@ impl Supervisor<'_, '_, '_> {
                 .map(|control| control.peer().to_owned()),
             generation: self.state.generation,
             reconnects: self.report.reconnects,
+            channels_lost: self.channels_lost,
             channels: self.channels.open().collect(),
             pages_left: ledger.unacknowledged(),
             pages_in_flight: ledger.in_flight(),
-            page_bytes: figures.page_bytes.load(Ordering::Relaxed),
+            page_bytes: ledger.acknowledged_bytes(),
             passes: self.precopy.passes,
             dirty_rate: self.precopy.convergence.dirty_rate,
             link_rate: self.precopy.convergence.link_rate,
@@ -173,7 +173,7 @@ impl Supervisor<'_, '_, '_> {
             late: load(&figures.late),
             ..counts
         };
-        self.report.page_bytes = load(&figures.page_bytes);
+        self.report.page_bytes = self.shared.ledger.acknowledged_bytes();
         self.report.background_bytes = background * PAGE_SIZE;
         if let (Some(began), Some(ended)) = (self.precopy.postcopy_began, self.precopy.push_ended) {
             self.report.background_ns = ended.saturating_duration_since(began).as_nanos() as u64;

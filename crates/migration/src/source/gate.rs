@@ -21,19 +21,45 @@ impl Gate {
         Self(AtomicU64::new(0))
     }
 
-    /// Notes claimed pages that are to be answered.
-    pub(super) fn to_answer(&self, pages: usize) {
+    /// Notes a claimed page that is to be answered, until the result is dropped: the answer is in
+    /// the socket then, or none will come.
+    pub(super) fn to_answer(&self) -> Due<'_> {
         // The count orders nothing: the ledger says who sends a page.
-        self.0.fetch_add(pages as u64, Ordering::Relaxed);
-    }
-
-    /// Notes that the answers with these pages are in the socket, or that none will come.
-    pub(super) fn answered(&self, pages: usize) {
-        self.0.fetch_sub(pages as u64, Ordering::Relaxed);
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Due(self)
     }
 
     /// Whether a request waits for its answer.
     pub(super) fn is_closed(&self) -> bool {
         self.0.load(Ordering::Relaxed) > 0
+    }
+}
+
+/// A page that is to be answered. A thread that ends in any way, also by a panic, drops it.
+#[must_use = "the gate opens when it is dropped"]
+pub(super) struct Due<'a>(&'a Gate);
+
+impl Drop for Due<'_> {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_panics_leaves_the_gate_open() {
+        let gate = Gate::new();
+        std::thread::scope(|scope| {
+            let lost = scope.spawn(|| {
+                let _due = [gate.to_answer(), gate.to_answer()];
+                assert!(gate.is_closed());
+                std::panic::resume_unwind(Box::new(()));
+            });
+            assert!(lost.join().is_err());
+        });
+        assert!(!gate.is_closed());
     }
 }

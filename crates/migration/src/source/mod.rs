@@ -141,6 +141,9 @@ fn attempts(
     let _pinned = pinned.map_err(|e| failed(e.into()))?;
     let checked = config.settings.check();
     checked.map_err(|error| failed(error.into()))?;
+    // A page that is missing here has no bytes to send.
+    let whole = vm.machine.ram().check_whole();
+    whole.map_err(|error| failed(error.into()))?;
     let offer = setup::offer(vm, guest, config).map_err(failed)?;
     loop {
         let outcome = attempt(vm, route, &offer, config, session, observer);
@@ -215,12 +218,14 @@ fn attempt(
             dirty,
             frozen: None,
             devices_paused: false,
-            named: Vec::new(),
+            named: (None, 0),
             last_loss: None,
+            channels_lost: 0,
             lost_since: None,
             error: None,
             end: None,
             published: Instant::now(),
+            kept_time: Instant::now(),
             quiet: (0, Instant::now()),
             events: VecDeque::new(),
             report: completion::new_report(),
@@ -249,16 +254,21 @@ struct Supervisor<'s, 'e, 'a> {
     frozen: Option<Frozen<'a>>,
     /// Whether the switch-over has paused the devices, or has begun to.
     devices_paused: bool,
-    /// The missing pages that a resuming destination has named.
-    named: Vec<std::ops::Range<u64>>,
+    /// The missing pages that a resuming destination has named, and their number. There is room
+    /// from the first time on.
+    named: (Option<PageBitmap>, u64),
     /// The reason for the end of the session.
     error: Option<MigrationError>,
     /// The reason why the last channel was lost.
     last_loss: Option<String>,
+    /// The open channels that were lost.
+    channels_lost: u64,
     /// Since when there is no control channel.
     lost_since: Option<Instant>,
     end: Option<End>,
     published: Instant,
+    /// The last time at which the supervisor did what is due at a time.
+    kept_time: Instant,
     /// The urgent pages when they were last seen to grow, and that time.
     quiet: (u64, Instant),
     events: VecDeque<Event>,
@@ -277,8 +287,12 @@ impl<'a> Supervisor<'_, '_, 'a> {
             if self.take_letter() || self.receive() {
                 spin_until = (self.state.stage == Stage::SwitchOver)
                     .then(|| Instant::now() + SWITCH_OVER_SPIN);
-                continue;
+                // A peer that never stops talking does not stop the clock.
+                if self.kept_time.elapsed() < LONGEST_SLEEP {
+                    continue;
+                }
             }
+            self.kept_time = Instant::now();
             self.keep_time();
             if self.events.is_empty() && self.end.is_none() {
                 if spin_until.is_some_and(|until| Instant::now() < until) {
@@ -305,10 +319,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
     }
 
     fn enter(&mut self, phase: Phase) {
-        self.report.phases.push(PhaseStart {
-            phase,
-            at_ns: monotonic_ns(),
-        });
+        PhaseStart::note(&mut self.report.phases, phase);
         info!(%phase, "phase");
         self.observer.phase(phase);
     }
@@ -346,6 +357,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
             let generation = control.generation;
             warn!(generation, %error, "the control channel is lost");
+            self.channels_lost += 1;
             self.note_loss(error);
             self.events.push_back(Event::Lost(generation));
         }
@@ -426,7 +438,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ToDestination::Again => Frame::Again,
         };
         if let Some(control) = &mut self.control
-            && let Err(error) = control.send(&frame)
+            && let Err(error) = control.answer(&frame)
         {
             self.lose_control(error);
         }
@@ -531,8 +543,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 ToSource::Running
             }
             Frame::Missing(runs) if self.state.link == Link::Resuming => {
-                self.named.extend(runs.runs);
-                return Ok(());
+                return self.take_named(&runs);
             }
             Frame::Resumed { stage, missing } if self.state.link == Link::Resuming => {
                 self.check_named(missing)?;
@@ -595,6 +606,9 @@ impl<'a> Supervisor<'_, '_, 'a> {
     }
 
     fn sleep(&self) {
+        if self.control.as_ref().is_some_and(ControlLink::has_more) {
+            return;
+        }
         let mut fds = vec![PollFd::new(&self.session.letters, PollFlags::IN)];
         if let Some(control) = &self.control {
             fds.push(PollFd::from_borrowed_fd(

@@ -59,6 +59,7 @@ pub(super) struct PageFrame<'a> {
     /// The most data pages of this frame.
     most: u32,
     /// The result of the last search for allocated pages: its start, and the next allocated range.
+    /// While the guest runs, a result serves one frame. A guest that has stopped fills no hole.
     allocated: (u64, Range<u64>),
 }
 
@@ -80,10 +81,9 @@ impl<'a> PageFrame<'a> {
         let (from, allocated) = &self.allocated;
         if !(*from..allocated.end).contains(&page) {
             let end = self.ram.pages();
-            let next = self
-                .ram
-                .next_allocated(RamPage(page), FRAME_PAGES.into())?
-                .unwrap_or(end..end);
+            // Each page behind the first would be a system call, also if it is not unsent.
+            let next = self.ram.next_allocated(RamPage(page), 1)?;
+            let next = next.unwrap_or(end..end);
             self.allocated = (page, next);
         }
         Ok(page < self.allocated.1.start)
@@ -100,7 +100,7 @@ impl<'a> PageFrame<'a> {
         self.most = FRAME_PAGES;
         self.copies.resize(FRAME_PAGES as usize * PAGE_BYTES, 0);
         // The guest may have written a hole since the last frame.
-        self.allocated = (0, 0..0);
+        self.forget_holes();
         self.fill(ledger, cursor, RUNNING_ZERO_PAGES)
     }
 
@@ -117,8 +117,7 @@ impl<'a> PageFrame<'a> {
         cursor: usize,
         most: u32,
     ) -> Result<Option<usize>, MigrationError> {
-        self.copied = false;
-        self.copies = Vec::new();
+        self.has_stopped();
         self.most = most;
         self.fill(ledger, cursor, FRAME_ZERO_PAGES)
     }
@@ -133,8 +132,7 @@ impl<'a> PageFrame<'a> {
         ledger: &Ledger,
         pages: &[RamPage],
     ) -> Result<(), MigrationError> {
-        self.copied = false;
-        self.copies = Vec::new();
+        self.has_stopped();
         self.most = FRAME_PAGES;
         self.list.clear();
         for page in pages {
@@ -147,6 +145,19 @@ impl<'a> PageFrame<'a> {
             }
         }
         Ok(())
+    }
+
+    fn forget_holes(&mut self) {
+        self.allocated = (0, 0..0);
+    }
+
+    /// The guest has stopped for good.
+    fn has_stopped(&mut self) {
+        if std::mem::take(&mut self.copied) {
+            // The guest may have written a hole between the last copy and its stop.
+            self.forget_holes();
+            self.copies = Vec::new();
+        }
     }
 
     fn fill(
@@ -275,4 +286,62 @@ struct Added {
     end: usize,
     /// The zero pages.
     zero: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pageferry_machine::RamLayout;
+
+    /// Memory with bytes in its first page only, whose first pages a frame has copied and a receipt
+    /// has acknowledged. The frame has seen that all pages behind are a hole.
+    fn copied<'a>(ram: &'a GuestRam, ledger: &Ledger) -> PageFrame<'a> {
+        ram.try_write(RamPage(0), &[7; PAGE_BYTES]).unwrap();
+        ledger.set_unsent(0..10);
+        let mut frame = PageFrame::new(ram);
+        frame.copy(ledger, 0).unwrap();
+        let runs = frame.list().runs().iter();
+        let runs = runs.map(|run| run.first.index()..run.end() as usize);
+        ledger.sent(0, runs, PAGE_BYTES as u64);
+        assert_eq!(ledger.receipt(0, 1).unwrap().pages, 10);
+        frame
+    }
+
+    fn memory() -> (GuestRam, Ledger) {
+        let ram = GuestRam::new(RamLayout::for_memory(256 << 12).unwrap()).unwrap();
+        (ram, Ledger::try_new(256, 1).unwrap())
+    }
+
+    #[test]
+    fn a_hole_that_the_guest_filled_before_it_stopped_is_sent() {
+        let (ram, ledger) = memory();
+        let mut frame = copied(&ram, &ledger);
+        ram.try_write(RamPage(200), &[9; PAGE_BYTES]).unwrap();
+        ledger.set_unsent(199..202);
+        // SAFETY: there are no vCPUs, and this thread alone writes.
+        unsafe { frame.borrow(&ledger, 0, FRAME_PAGES) }.unwrap();
+        let kinds: Vec<_> = frame
+            .list()
+            .runs()
+            .iter()
+            .map(|run| (run.first.0, run.kind))
+            .collect();
+        let right = [
+            (199, RunKind::Zero),
+            (200, RunKind::Data),
+            (201, RunKind::Zero),
+        ];
+        assert_eq!(kinds, right);
+    }
+
+    #[test]
+    fn a_hole_that_the_guest_filled_is_sent_when_it_is_asked_for() {
+        let (ram, ledger) = memory();
+        let mut frame = copied(&ram, &ledger);
+        ram.try_write(RamPage(200), &[9; PAGE_BYTES]).unwrap();
+        ledger.set_unsent(200..201);
+        // SAFETY: there are no vCPUs, and this thread alone writes.
+        unsafe { frame.borrow_pages(&ledger, &[RamPage(200)]) }.unwrap();
+        assert_eq!(frame.list().data_pages(), 1);
+    }
 }

@@ -26,7 +26,7 @@ mod tests;
 
 use crate::report::PrefetchCounts;
 use crate::sync::Mutex;
-use crate::sync::mpsc::{Receiver, Sender, channel};
+use crate::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use pageferry_addr::RamPage;
 use std::sync::PoisonError;
 
@@ -42,13 +42,15 @@ const NEAR: u64 = 512;
 const SLACK: u64 = 64;
 /// The numbers of cursors.
 const CURSORS: std::ops::RangeInclusive<usize> = 4..=256;
+/// The most requests that no call has looked at. While nothing is pushed, none looks at any.
+const MAX_REQUESTS: usize = 1024;
 /// The pages that one call looks at.
 const LOOK: u64 = 512;
 
 /// The cursors of a migration, and the requests that they have not seen.
 #[derive(Debug)]
 pub(super) struct Prefetch {
-    requests: Sender<RamPage>,
+    requests: SyncSender<RamPage>,
     state: Mutex<State>,
 }
 
@@ -61,7 +63,7 @@ struct State {
 impl Prefetch {
     /// Returns a prefetch for a guest with this number of vCPUs.
     pub(super) fn new(vcpus: usize) -> Self {
-        let (requests, queue) = channel();
+        let (requests, queue) = sync_channel(MAX_REQUESTS);
         Self {
             requests,
             state: Mutex::new(State {
@@ -73,8 +75,8 @@ impl Prefetch {
 
     /// Notes a request, without waiting.
     pub(super) fn requested(&self, page: RamPage) {
-        // The receiver lives as long as this.
-        let _ = self.requests.send(page);
+        // The receiver lives as long as this. A queue that is full has enough to guess from.
+        let _ = self.requests.try_send(page);
     }
 
     /// Puts at most `most` pages to push into `out`, in ascending order. There are none if no guest

@@ -1,23 +1,30 @@
 //! Opens the channels of a session, closes them, and opens them again.
 //!
-//! Each attempt to open a channel is a thread. The first attempt after a loss begins at once, and
-//! the pauses between later ones grow. A control channel that does not open has used up its
-//! generation, and another channel its incarnation: the destination may have accepted it.
+//! Attempts to open a channel have a thread. The first attempt after a loss begins at once, and the
+//! pauses between later ones grow. So do they if the channel opens and is lost soon, again and
+//! again: a destination chooses neither the number of attempts nor that of their threads. A control
+//! channel that does not open has used up its generation, and another channel its incarnation: the
+//! destination may have accepted it.
 
 use super::bulk::Bulk;
 use super::config::{Route, SourceConfig};
 use super::shared::{Letter, Shared};
 use super::urgent::Urgent;
 use super::{Supervisor, Threads};
+use crate::address::Address;
 use crate::bell::Bell;
-use crate::channel::Connection;
+use crate::channel::{Connection, Wait};
 use crate::error::MigrationError;
 use crate::handshake::{self, HandshakeError, Identity, Opened, Protection};
+use crate::ledger::{clear_all, runs};
 use crate::protocol_error::ProtocolError;
 use crate::session::source::{Event, Stage};
 use crate::session::{ChannelId, Generation};
-use crate::wire::{ChannelKey, Role, Status};
-use std::sync::Arc;
+use crate::wire::{ChannelKey, MissingRuns, Role, Status};
+use pageferry_userfault::PageBitmap;
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
@@ -25,6 +32,13 @@ use std::time::{Duration, Instant};
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 /// The longest pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+/// A channel that was open for this long was of use: the next attempt begins at once.
+const STEADY: Duration = Duration::from_secs(1);
+/// The channels in a row that may be lost before that without a pause. A bad network does so too.
+const FREE_LOSSES: u32 = 4;
+/// The threads that open the control channel. A resolver of names may hold one up, for an attempt
+/// that nobody wants any more.
+const CONTROL_THREADS: u32 = 2;
 /// The interval at which a pausing attempt looks whether it is still wanted.
 const POLL: Duration = Duration::from_millis(10);
 
@@ -51,9 +65,59 @@ pub(super) struct Channels<'s, 'e, 'a> {
     dialler: Dialler<'s, 'e, 'a>,
     route: Route,
     open: Vec<Open<'s>>,
-    /// The failed attempts since a channel of this kind was open.
-    control_attempts: u32,
-    attempts: u32,
+    control: Attempts,
+    /// The attempts of the other channels, by their places.
+    others: BTreeMap<(Role, u16), Attempts>,
+}
+
+/// The attempts to open one channel, in all its generations and incarnations.
+#[derive(Default)]
+struct Attempts {
+    pace: Pace,
+    wanted: Arc<Mutex<Wanted>>,
+}
+
+/// What the threads of a channel's attempts do.
+#[derive(Default)]
+struct Wanted {
+    /// The next attempt. The one before it ends.
+    next: Option<Attempt>,
+    /// The number of threads.
+    threads: u32,
+}
+
+struct Attempt {
+    route: Route,
+    key: ChannelKey,
+    begin: Instant,
+}
+
+/// How soon the next attempt begins.
+#[derive(Debug, Default)]
+struct Pace {
+    /// The attempts since the channel was open.
+    failed: u32,
+    /// The losses in a row of a channel that was not open for long.
+    losses: u32,
+    opened: Option<Instant>,
+}
+
+impl Pace {
+    fn opened(&mut self, now: Instant) {
+        self.failed = 0;
+        self.opened = Some(now);
+    }
+
+    /// The pause before an attempt at this time.
+    fn next(&mut self, now: Instant) -> Duration {
+        if let Some(opened) = self.opened.take() {
+            let steady = now.saturating_duration_since(opened) >= STEADY;
+            self.losses = if steady { 0 } else { self.losses + 1 };
+        }
+        let pause = pause(self.failed.max(self.losses.saturating_sub(FREE_LOSSES)));
+        self.failed = self.failed.saturating_add(1);
+        pause
+    }
 }
 
 /// Ends the threads of channels, and the attempts to open any, on every path out of the scope.
@@ -84,19 +148,18 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
             dialler,
             route,
             open: Vec::new(),
-            control_attempts: 0,
-            attempts: 0,
+            control: Attempts::default(),
+            others: BTreeMap::new(),
         }
     }
 
     pub(super) fn reroute(&mut self, route: Route) {
         self.route = route;
-        self.control_attempts = 0;
+        self.control.pace = Pace::default();
     }
 
     pub(super) fn control_is_open(&mut self) {
-        self.control_attempts = 0;
-        self.attempts = 0;
+        self.control.pace.opened(Instant::now());
     }
 
     /// The ids of the open channels.
@@ -116,33 +179,20 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
             generation,
             incarnation: 1,
         };
-        let after = pause(self.control_attempts);
-        self.control_attempts += 1;
-        self.dialler.dial(&self.route, key, after, move |outcome| {
-            shared.letters.post(match outcome {
-                Ok(connection) => Letter::Opened(generation, connection),
-                Err(error) => Letter::Lost(generation, error),
-            });
-        });
+        self.dialler
+            .dial(&self.route, key, &mut self.control, CONTROL_THREADS);
     }
 
     /// Opens another channel.
     pub(super) fn dial(&mut self, generation: Generation, id: ChannelId) {
-        let shared = self.dialler.shared;
         let key = ChannelKey {
             role: id.role,
             index: id.index,
             generation,
             incarnation: id.incarnation,
         };
-        let after = pause(if id.incarnation > 1 { self.attempts } else { 0 });
-        self.attempts += 1;
-        self.dialler.dial(&self.route, key, after, move |outcome| {
-            shared.letters.post(match outcome {
-                Ok(connection) => Letter::ChannelOpened(generation, id, connection),
-                Err(error) => Letter::ChannelLost(generation, id, error),
-            });
-        });
+        let attempts = self.others.entry((id.role, id.index)).or_default();
+        self.dialler.dial(&self.route, key, attempts, 1);
     }
 
     /// Starts the thread of an open channel.
@@ -152,7 +202,6 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
         id: ChannelId,
         connection: Connection,
     ) -> Result<(), MigrationError> {
-        self.attempts = 0;
         let shared = self.dialler.shared;
         let index = Shared::ledger_index(id, self.dialler.config.bulk_channels);
         let (connection, bell) = (Arc::new(connection), Arc::new(Bell::new()?));
@@ -171,6 +220,9 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
                     .post(Letter::ChannelLost(generation, id, error));
             })
             .map_err(|e| MigrationError::os("cannot start the thread of a channel", e))?;
+        // Only now: while the host has no room for the thread, the pauses between attempts grow.
+        let attempts = self.others.entry((id.role, id.index)).or_default();
+        attempts.pace.opened(Instant::now());
         self.open.push(Open {
             id,
             connection,
@@ -238,10 +290,35 @@ fn run_urgent(
     .run()
 }
 
+/// The address of the route's host that worked the last time.
+#[derive(Debug, Default)]
+pub(super) struct Worked(Mutex<Option<(Address, SocketAddr)>>);
+
+impl Worked {
+    fn lock(&self) -> MutexGuard<'_, Option<(Address, SocketAddr)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The address of this route's host, if one has worked.
+    fn of(&self, route: &Route) -> Option<SocketAddr> {
+        let worked = self.lock();
+        let (address, found) = worked.as_ref()?;
+        matches!(route, Route::To(to) if to == address).then_some(*found)
+    }
+
+    /// Notes what became of this route's host.
+    fn note(&self, route: &Route, found: Option<SocketAddr>) {
+        if let Route::To(address) = route {
+            *self.lock() = found.map(|found| (address.clone(), found));
+        }
+    }
+}
+
 impl Route {
-    /// Opens a channel by this way.
+    /// Opens a channel by this way. Tries the address first that worked the last time.
     pub(super) fn open(
         &self,
+        worked: &Worked,
         protection: &Protection,
         identity: &Identity,
         key: ChannelKey,
@@ -249,7 +326,17 @@ impl Route {
         stop: &dyn Fn() -> bool,
     ) -> Result<Opened, HandshakeError> {
         match self {
-            Self::To(address) => handshake::dial(address, protection, identity, key, limit, stop),
+            Self::To(address) => {
+                let wait = Wait::block("connection").within(limit).unless(stop);
+                let connection = Connection::connect_preferring(address, worked.of(self), &wait)?;
+                let found = connection.tcp_peer();
+                let host = self.host();
+                let opened =
+                    handshake::open_on(connection, host, protection, identity, key, limit, stop);
+                // Another process may have the address by now.
+                worked.note(self, found.filter(|_| opened.is_ok()));
+                opened
+            }
             Self::Caller(connect) => {
                 let connection = connect.connect().map_err(HandshakeError::Caller)?;
                 handshake::open_on(connection, None, protection, identity, key, limit, stop)
@@ -267,45 +354,90 @@ impl Open<'_> {
     }
 }
 
-impl<'s> Dialler<'s, '_, '_> {
-    /// Opens a channel on a thread of its own, which passes the outcome to `done`. Nothing is
-    /// passed on if the channel is not wanted any more.
-    fn dial(
-        &self,
-        route: &Route,
-        key: ChannelKey,
-        after: Duration,
-        done: impl Fn(Result<Connection, MigrationError>) + Send + Sync + 's,
-    ) {
-        let (shared, identity, protection, config) =
-            (self.shared, self.identity, self.protection, self.config);
+fn lock(wanted: &Mutex<Wanted>) -> MutexGuard<'_, Wanted> {
+    wanted.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Dialler<'_, '_, '_> {
+    /// Opens a channel on a thread of its own, which posts the outcome. This ends the attempt
+    /// before it, whose outcome nobody wants any more.
+    fn dial(self, route: &Route, key: ChannelKey, attempts: &mut Attempts, threads: u32) {
+        let now = Instant::now();
+        let begin = now + attempts.pace.next(now);
         let route = route.clone();
-        let stop = move || !shared.is_current(key.generation);
-        let begin = Instant::now() + after;
-        let done = Arc::new(done);
-        let from_thread = Arc::clone(&done);
+        let mut wanted = lock(&attempts.wanted);
+        wanted.next = Some(Attempt { route, key, begin });
+        if wanted.threads >= threads {
+            // They see it, and take it.
+            return;
+        }
+        wanted.threads += 1;
+        drop(wanted);
+        let of_thread = Arc::clone(&attempts.wanted);
         let spawned = std::thread::Builder::new()
             .name("pf-dial".into())
-            .spawn_scoped(self.scope, move || {
-                while Instant::now() < begin && !stop() {
-                    std::thread::sleep(POLL.min(begin.saturating_duration_since(Instant::now())));
-                }
-                let limit = config.limits.connect;
-                let opened = route.open(protection, identity, key, limit, &stop);
-                let outcome = opened.map(|opened| {
-                    shared.note_round_trip(opened.round_trip);
-                    opened.connection
-                });
-                if !stop() {
-                    from_thread(outcome.map_err(MigrationError::from));
-                }
-            });
+            .spawn_scoped(self.scope, move || self.attempt_all(&of_thread));
         if let Err(e) = spawned {
-            done(Err(MigrationError::os(
-                "cannot start a thread that connects",
-                e,
-            )));
+            let mut wanted = lock(&attempts.wanted);
+            wanted.threads -= 1;
+            wanted.next = None;
+            let error = MigrationError::os("cannot start a thread that connects", e);
+            self.post(key, Err(error));
         }
+    }
+
+    /// Makes attempts until no further one is wanted.
+    fn attempt_all(self, wanted: &Mutex<Wanted>) {
+        loop {
+            let next = {
+                let mut wanted = lock(wanted);
+                let next = wanted.next.take();
+                if next.is_none() {
+                    // Under the lock: an attempt that comes now finds that it needs a thread.
+                    wanted.threads -= 1;
+                }
+                next
+            };
+            let Some(Attempt { route, key, begin }) = next else {
+                return;
+            };
+            let shared = self.shared;
+            let stop = || !shared.is_current(key.generation) || lock(wanted).next.is_some();
+            while Instant::now() < begin && !stop() {
+                std::thread::sleep(POLL.min(begin.saturating_duration_since(Instant::now())));
+            }
+            let limit = self.config.limits.connect;
+            let opened = route.open(
+                &shared.worked,
+                self.protection,
+                self.identity,
+                key,
+                limit,
+                &stop,
+            );
+            let outcome = opened.map(|opened| {
+                shared.note_round_trip(opened.round_trip);
+                opened.connection
+            });
+            if !stop() {
+                self.post(key, outcome.map_err(MigrationError::from));
+            }
+        }
+    }
+
+    fn post(self, key: ChannelKey, outcome: Result<Connection, MigrationError>) {
+        let generation = key.generation;
+        let id = ChannelId {
+            role: key.role,
+            index: key.index,
+            incarnation: key.incarnation,
+        };
+        self.shared.letters.post(match (key.role, outcome) {
+            (Role::Control, Ok(connection)) => Letter::Opened(generation, connection),
+            (Role::Control, Err(error)) => Letter::Lost(generation, error),
+            (_, Ok(connection)) => Letter::ChannelOpened(generation, id, connection),
+            (_, Err(error)) => Letter::ChannelLost(generation, id, error),
+        });
     }
 }
 
@@ -343,7 +475,9 @@ impl Supervisor<'_, '_, '_> {
         // A destination that breaks the protocol on one channel loses all, and hears why: its other
         // receipts may be wrong too.
         let broken = matches!(error, MigrationError::Wire(_) | MigrationError::Protocol(_));
-        if broken && self.state.has_handed_over() && self.channels.open().any(|open| open == id) {
+        let was_open = self.channels.open().any(|open| open == id);
+        self.channels_lost += u64::from(was_open);
+        if broken && self.state.has_handed_over() && was_open {
             return self.lose_control(error);
         }
         self.note_loss(error);
@@ -378,7 +512,7 @@ impl Supervisor<'_, '_, '_> {
             }
             control.shutdown();
         }
-        self.named.clear();
+        self.forget_named();
         self.channels.close_all();
     }
 
@@ -394,20 +528,74 @@ impl Supervisor<'_, '_, '_> {
 
     /// The missing pages that the destination has named are the unsent ones.
     pub(super) fn adopt_missing(&mut self) {
-        let named = std::mem::take(&mut self.named);
-        match self.shared.ledger.adopt_missing(named.iter().cloned()) {
+        let named = self.named.0.iter().flat_map(|named| runs(named, 0));
+        match self.shared.ledger.adopt_missing(named) {
             Ok(()) => self.shared.check_acknowledged(),
             Err(error) => self.lose_control(ProtocolError::from(error).into()),
         }
+        self.forget_named();
         self.channels.ring();
+    }
+
+    /// Takes missing pages that a resuming destination has named. It names each once.
+    pub(super) fn take_named(&mut self, missing: &MissingRuns) -> Result<(), MigrationError> {
+        let (named, pages) = &mut self.named;
+        if named.is_none() {
+            let all = self.vm.machine.ram().pages();
+            *named = Some(PageBitmap::try_new(all as usize)?);
+        }
+        let named = named.as_ref().expect("there is one now");
+        for run in &missing.runs {
+            let newly = named.set_range(run.start as usize..run.end as usize) as u64;
+            if newly < run.end - run.start {
+                let why = "it names a missing page twice";
+                return Err(ProtocolError::Contradiction(why).into());
+            }
+            *pages += newly;
+        }
+        Ok(())
+    }
+
+    fn forget_named(&mut self) {
+        if let Some(named) = &self.named.0 {
+            clear_all(named);
+        }
+        self.named.1 = 0;
     }
 
     /// Checks the number of missing pages that a resuming destination announced.
     pub(super) fn check_named(&self, announced: u64) -> Result<(), MigrationError> {
-        let found: u64 = self.named.iter().map(|run| run.end - run.start).sum();
+        let found = self.named.1;
         if found == announced {
             return Ok(());
         }
         Err(ProtocolError::MissingCount { announced, found }.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_channel_that_is_lost_soon_again_and_again_is_opened_more_and_more_slowly() {
+        let mut pace = Pace::default();
+        let mut now = Instant::now();
+        let mut pauses = Vec::new();
+        for _ in 0..20 {
+            let pause = pace.next(now);
+            pauses.push(pause);
+            now += pause;
+            pace.opened(now);
+        }
+        let free = FREE_LOSSES as usize + 1;
+        assert!(pauses[..free].iter().all(Duration::is_zero), "{pauses:?}");
+        assert_eq!(pauses[free], FIRST_PAUSE);
+        assert_eq!(pauses[19], LONGEST_PAUSE);
+        // One that was of use begins anew, and so does none that never opened.
+        assert_eq!(pace.next(now + STEADY), Duration::ZERO);
+        let failed: Vec<_> = (0..12).map(|_| pace.next(now)).collect();
+        assert_eq!(failed[0], FIRST_PAUSE);
+        assert_eq!(failed[11], LONGEST_PAUSE);
     }
 }

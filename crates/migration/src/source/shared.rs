@@ -6,7 +6,7 @@ use crate::limits::{Limits, Patience};
 use crate::mailbox::Mailbox;
 use crate::session::source::Event;
 use crate::session::{ChannelId, Generation};
-use crate::sync::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use pageferry_machine::GuestRam;
 
 use super::SourceConfig;
@@ -14,11 +14,15 @@ use super::commands::Command;
 use super::gate::Gate;
 use super::limiter::Limiter;
 use super::prefetch::Prefetch;
+use super::recovery::Worked;
 use crate::channel::Connection;
 use pageferry_addr::RamPage;
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+/// The most requested pages that wait for the bulk channels.
+const MAX_IN_ORDER: usize = 65_536;
 
 /// A letter to the supervisor.
 pub(super) enum Letter {
@@ -50,6 +54,48 @@ pub(super) enum Mode {
     Push = 3,
 }
 
+/// The mode, and how often it was set. Two reads that are equal have no change between them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Turn(u64);
+
+impl Turn {
+    const MODES: u64 = 4;
+
+    pub(super) fn mode(self) -> Mode {
+        match self.0 % Self::MODES {
+            1 => Mode::Copy,
+            2 => Mode::Answer,
+            3 => Mode::Push,
+            _ => Mode::Hold,
+        }
+    }
+}
+
+/// The mode that the supervisor sets and the sending threads read.
+///
+/// A thread looks for unsent pages and finds out which are holes, before it claims them. Between
+/// the two, a pass may end and the next may begin: the mode is the same, but the dirty log was
+/// harvested, and what the thread knows of holes is out of date. So the thread compares turns.
+#[derive(Debug)]
+pub(super) struct Modes(AtomicU64);
+
+impl Modes {
+    pub(super) fn new() -> Self {
+        Self(AtomicU64::new(Mode::Hold as u64))
+    }
+
+    pub(super) fn turn(&self) -> Turn {
+        Turn(self.0.load(Ordering::SeqCst))
+    }
+
+    /// Only one thread calls this.
+    pub(super) fn set(&self, mode: Mode) {
+        let set = self.0.load(Ordering::SeqCst) / Turn::MODES;
+        let next = (set + 1) * Turn::MODES + mode as u64;
+        self.0.store(next, Ordering::SeqCst);
+    }
+}
+
 /// The figures that sending threads add to.
 #[derive(Debug, Default)]
 pub(super) struct Figures {
@@ -58,7 +104,6 @@ pub(super) struct Figures {
     pub(super) late: AtomicU64,
     pub(super) data: AtomicU64,
     pub(super) zero: AtomicU64,
-    pub(super) page_bytes: AtomicU64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -74,12 +119,14 @@ pub(super) struct Shared<'a> {
     pub(super) patience: Patience,
     pub(super) figures: Figures,
     pub(super) limiter: Limiter,
+    /// The address that channels of this session reached.
+    pub(super) worked: Worked,
     /// The least round trip seen, in nanoseconds.
     round_trip: AtomicU64,
     /// The newest generation. Threads that open channels of older ones end.
     pub(super) generation: AtomicU32,
     pub(super) ended: AtomicBool,
-    mode: AtomicU8,
+    modes: Modes,
     cursor: AtomicU64,
     /// The guesses, from requests, about the pages that vCPUs touch next
     /// ([`SourceConfig::prefetch`]).
@@ -109,10 +156,11 @@ impl<'a> Shared<'a> {
             patience: Patience::new(limits.silence),
             figures: Figures::default(),
             limiter: Limiter::new(),
+            worked: Worked::default(),
             round_trip: AtomicU64::new(u64::MAX),
             generation: AtomicU32::new(1),
             ended: AtomicBool::new(false),
-            mode: AtomicU8::new(Mode::Hold as u8),
+            modes: Modes::new(),
             cursor: AtomicU64::new(0),
             prefetch: (config.preempt && config.prefetch).then(|| Prefetch::new(vcpus)),
             queue: config
@@ -125,20 +173,20 @@ impl<'a> Shared<'a> {
     }
 
     pub(super) fn mode(&self) -> Mode {
-        match self.mode.load(Ordering::SeqCst) {
-            1 => Mode::Copy,
-            2 => Mode::Answer,
-            3 => Mode::Push,
-            _ => Mode::Hold,
-        }
+        self.turn().mode()
     }
 
-    /// Changes the mode. A thread that has claimed pages looks at the mode again, and gives them
+    /// The mode with its number.
+    pub(super) fn turn(&self) -> Turn {
+        self.modes.turn()
+    }
+
+    /// Changes the mode. A thread that has claimed pages looks at the turn again, and gives them
     /// back if it has changed. So once this has returned and nothing is in flight, nothing is sent
     /// in the old mode. The supervisor rings the bells of the sending threads afterwards.
     pub(super) fn set_mode(&self, mode: Mode) {
         self.cursor.store(0, Ordering::Relaxed);
-        self.mode.store(mode as u8, Ordering::SeqCst);
+        self.modes.set(mode);
     }
 
     /// Takes a measured round trip into account.
@@ -170,7 +218,11 @@ impl<'a> Shared<'a> {
         let Some(pages) = self.in_order.as_ref().filter(|_| self.mode() == Mode::Push) else {
             return false;
         };
-        lock(pages).push_back(page);
+        let mut pages = lock(pages);
+        // The push sends what is not in the queue too.
+        if pages.len() < MAX_IN_ORDER && self.ledger.unsent().test(page) {
+            pages.push_back(page);
+        }
         true
     }
 

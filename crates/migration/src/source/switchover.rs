@@ -42,7 +42,7 @@ impl Supervisor<'_, '_, '_> {
             return Err(MigrationError::LinkLost("no control channel".into()));
         };
         for frame in MissingRuns::frames(ledger.unsent_runs()) {
-            control.send(&Frame::Missing(frame))?;
+            control.send_slowly(&Frame::Missing(frame), self.config.limits.silence)?;
         }
         self.enter(Phase::SwitchOver);
         let stopped = self.vm.vcpus.pause(PAUSE_LIMIT)?;

@@ -4,6 +4,7 @@
 //! It spins for the next request before it sleeps, since a wake-up takes ten times as long. It
 //! answers all requests that have arrived together by one vectored write.
 
+use super::gate::Due;
 use super::pages::{is_zero, stopped_page};
 use super::shared::{Mode, Shared};
 use crate::bell::Bell;
@@ -22,8 +23,15 @@ use std::time::{Duration, Instant};
 /// dozen microseconds. A wake-up would delay each by 70 more.
 pub const URGENT_SPIN: Duration = Duration::from_micros(100);
 
+/// The most answers without a receipt. A destination sends a receipt for every 32, or when it has
+/// nothing else to do.
+const MAX_UNCONFIRMED: usize = 65_536;
+
 /// The requests that one receive takes.
 const REQUESTS: usize = 64;
+
+/// The reason for the loss of a channel whose peer is silent.
+const SILENT: MigrationError = MigrationError::Timeout("anything on an urgent channel");
 
 /// An urgent channel at the source.
 pub(super) struct Urgent<'a> {
@@ -34,17 +42,25 @@ pub(super) struct Urgent<'a> {
     pub(super) index: usize,
 }
 
+/// A page to answer, and when its request arrived.
+struct Claimed<'a> {
+    page: RamPage,
+    arrived: Instant,
+    /// Dropped when the answer is in the socket.
+    _due: Due<'a>,
+}
+
 /// The bytes that come in on the channel.
-struct Incoming {
+struct Incoming<'a> {
     buffer: [u8; REQUESTS * URGENT_BYTES],
     filled: usize,
-    /// Pages to answer, claimed already, and when their requests arrived.
-    claimed: Vec<(RamPage, Instant)>,
+    /// Pages to answer, which the ledger has given to this thread.
+    claimed: Vec<Claimed<'a>>,
     heard: Instant,
     error: Option<MigrationError>,
 }
 
-impl Urgent<'_> {
+impl<'a> Urgent<'a> {
     /// Answers requests until the channel is lost.
     pub(super) fn run(&self) -> MigrationError {
         let incoming = RefCell::new(Incoming {
@@ -56,19 +72,21 @@ impl Urgent<'_> {
         });
         crate::latency::prefer_short_slices();
         let answered = self.answer(&incoming);
+        // A silence interrupts a write.
+        let silent = self.is_silent(&incoming).then_some(SILENT);
         let mut incoming = incoming.into_inner();
         // Pages that were claimed and are in no message.
-        self.shared.gate.answered(incoming.claimed.len());
-        for (page, _) in incoming.claimed.drain(..) {
+        for Claimed { page, .. } in incoming.claimed.drain(..) {
             self.shared.ledger.unclaim(page.index()..page.index() + 1);
         }
         incoming
             .error
+            .or(silent)
             .or(answered.err())
             .unwrap_or(MigrationError::Cancelled)
     }
 
-    fn answer(&self, incoming: &RefCell<Incoming>) -> Result<(), MigrationError> {
+    fn answer(&self, incoming: &RefCell<Incoming<'a>>) -> Result<(), MigrationError> {
         let stop = || self.take(incoming).is_err() || self.is_silent(incoming);
         let wait = Wait::block("urgent reply").unless(&stop);
         let mut said = Instant::now();
@@ -78,13 +96,12 @@ impl Urgent<'_> {
                 return Ok(());
             }
             if self.is_silent(incoming) {
-                return Err(MigrationError::Timeout("anything on an urgent channel"));
+                return Err(SILENT);
             }
             let pages = std::mem::take(&mut incoming.borrow_mut().claimed);
             if !pages.is_empty() {
-                let replied = self.reply(&pages, &wait);
-                self.shared.gate.answered(pages.len());
-                replied?;
+                self.reply(&pages, &wait)?;
+                drop(pages);
                 said = Instant::now();
                 spinner = Spinner::new(URGENT_SPIN);
                 continue;
@@ -101,10 +118,10 @@ impl Urgent<'_> {
     }
 
     /// Sends claimed pages.
-    fn reply(&self, pages: &[(RamPage, Instant)], wait: &Wait<'_>) -> Result<(), MigrationError> {
+    fn reply(&self, pages: &[Claimed<'_>], wait: &Wait<'_>) -> Result<(), MigrationError> {
         let mut heads = Vec::with_capacity(pages.len());
         let mut bodies = Vec::with_capacity(pages.len());
-        for (page, arrived) in pages {
+        for Claimed { page, arrived, .. } in pages {
             // SAFETY: (1) `take` claims pages only after the guest has stopped for good. It is not
             // resumed while the threads of channels live. (2) The VMM's own writes are refused.
             let bytes = unsafe { stopped_page(self.shared.ram, *page) };
@@ -114,9 +131,10 @@ impl Urgent<'_> {
             bodies.push(body);
             // Each reply is a message: it is in the ledger before its first byte is sent.
             let index = page.index();
+            let len = body.map_or(0, |bytes| bytes.len() as u64);
             self.shared
                 .ledger
-                .sent(self.index, std::iter::once(index..index + 1));
+                .sent(self.index, std::iter::once(index..index + 1), len);
         }
         let mut slices = Vec::with_capacity(2 * pages.len());
         for (head, body) in heads.iter().zip(&bodies) {
@@ -131,17 +149,16 @@ impl Urgent<'_> {
         figures
             .urgent
             .fetch_add(pages.len() as u64, Ordering::Relaxed);
-        figures.page_bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(())
     }
 
-    fn is_silent(&self, incoming: &RefCell<Incoming>) -> bool {
+    fn is_silent(&self, incoming: &RefCell<Incoming<'a>>) -> bool {
         incoming.borrow().heard.elapsed() > self.shared.patience.get()
     }
 
     /// Takes the messages that have arrived, and claims the requested pages. An error stays in
     /// `incoming`.
-    fn take(&self, incoming: &RefCell<Incoming>) -> Result<(), ()> {
+    fn take(&self, incoming: &RefCell<Incoming<'a>>) -> Result<(), ()> {
         let incoming = &mut *incoming.borrow_mut();
         incoming.take(self).map_err(|error| {
             incoming.error.get_or_insert(error);
@@ -164,9 +181,13 @@ impl Urgent<'_> {
     }
 }
 
-impl Incoming {
-    fn take(&mut self, urgent: &Urgent<'_>) -> Result<(), MigrationError> {
+impl<'a> Incoming<'a> {
+    fn take(&mut self, urgent: &Urgent<'a>) -> Result<(), MigrationError> {
         let shared = urgent.shared;
+        // A destination confirms every few pages. One that does not gets no more.
+        if shared.ledger.without_receipt(urgent.index) > MAX_UNCONFIRMED {
+            return Err(ProtocolError::Unconfirmed.into());
+        }
         // One write has a limited number of pieces. The next takes the rest.
         while self.claimed.len() < REQUESTS / 2 {
             let room = &mut self.buffer[self.filled..];
@@ -190,7 +211,7 @@ impl Incoming {
 
     fn handle(
         &mut self,
-        urgent: &Urgent<'_>,
+        urgent: &Urgent<'a>,
         message: &UrgentMessage,
     ) -> Result<(), MigrationError> {
         let shared = urgent.shared;
@@ -208,8 +229,11 @@ impl Incoming {
                     prefetch.requested(page);
                 }
                 if shared.ledger.claim(page) {
-                    shared.gate.to_answer(1);
-                    self.claimed.push((page, self.heard));
+                    self.claimed.push(Claimed {
+                        page,
+                        arrived: self.heard,
+                        _due: shared.gate.to_answer(),
+                    });
                 } else {
                     // The page was sent already, on any channel.
                     shared.figures.late.fetch_add(1, Ordering::Relaxed);

@@ -13,7 +13,8 @@
 //! uses [`Hello`] and [`HelloReply`]. This module must not do I/O, nor know sockets, guest memory
 //! or machines.
 //!
-//! [`Hello`], [`HelloReply`], [`Credentials`] and [`Welcome`] open every channel. A message of a
+//! [`Hello`], [`HelloReply`], [`Credentials`], [`Welcome`] and a [`path_check`] of each side open every
+//! channel. A message of a
 //! control or bulk channel is a [`FrameHeader`] with
 //! a payload. The payload is that of a [`Frame`], or a list of page runs ([`RunList`]) with the
 //! pages' bytes. A message of an urgent channel is an [`UrgentMessage`], with a page or without.
@@ -34,6 +35,7 @@ mod messages;
 mod missing;
 mod name;
 mod pages;
+mod path_check;
 mod proof;
 mod setup;
 mod status;
@@ -56,6 +58,7 @@ pub use messages::{DestinationStage, Pass, SetupProgress, SourceStage, SwitchOve
 pub use missing::MissingRuns;
 pub use name::Name;
 pub use pages::{Run, RunKind, RunList, RunRefused};
+pub use path_check::{path_check, verify_path_check};
 pub use proof::{Credentials, Welcome};
 pub use setup::{Kind, Region, Setup};
 pub use status::Status;
@@ -63,9 +66,9 @@ pub use text::Text;
 pub use urgent::{UrgentKind, UrgentMessage, urgent_reply, urgent_reply_page, urgent_reply_zero};
 
 /// The newest protocol version this side speaks.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// The oldest protocol version this side speaks.
-pub const MIN_VERSION: u16 = 4;
+pub const MIN_VERSION: u16 = 5;
 /// The first eight bytes of every connection, in both directions.
 pub const HELLO_MAGIC: [u8; 8] = *b"PGFERRY\0";
 /// The first four bytes of every frame, as a little-endian number: the letters `PGFR`.
@@ -81,6 +84,8 @@ pub const WELCOME_MAGIC: [u8; 4] = *b"PGFW";
 pub const CREDENTIALS_BYTES: usize = 80;
 /// The length of a [`Welcome`], in bytes.
 pub const WELCOME_BYTES: usize = 48;
+/// The length of a [`path_check`], in bytes: more than any packet of an Ethernet has.
+pub const PATH_CHECK_BYTES: usize = 16 << 10;
 /// The length of a session's secret, in bytes.
 pub const SECRET_BYTES: usize = 32;
 /// The length of a proof, in bytes.

@@ -47,11 +47,16 @@ pub enum Status {
     /// The connection is plain, and the destination requires TLS.
     #[error("the destination requires TLS: give this side a certificate, its key and the CA")]
     TlsRequired = 13,
+    /// The credentials came, and nothing of the [`path_check`](super::path_check) behind them.
+    #[error(
+        "small packets reach the destination and large ones do not: make the MTU of both hosts fit the path"
+    )]
+    LargePacketsLost = 14,
 }
 
 impl Status {
     /// Every status, in the order of their numbers.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Accepted,
         Self::VersionUnsupported,
         Self::Busy,
@@ -66,6 +71,7 @@ impl Status {
         Self::TooManyChannels,
         Self::BadProof,
         Self::TlsRequired,
+        Self::LargePacketsLost,
     ];
 
     /// Returns the status of this number, or `None` if there is none.
@@ -85,6 +91,6 @@ mod tests {
             assert_eq!(usize::from(status as u16), place);
             assert_eq!(Status::of_number(place as u16), Some(status));
         }
-        assert_eq!(Status::of_number(14), None);
+        assert_eq!(Status::of_number(15), None);
     }
 }

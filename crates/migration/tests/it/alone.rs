@@ -1,7 +1,7 @@
 //! Tests that count the threads and descriptors of their process. Each has a process of its own, by
 //! [`runs_in_child`].
 
-pub(crate) use pageferry_testkit::runs_in_child;
+pub(crate) use pageferry_testkit::process::runs_in_child;
 use std::time::{Duration, Instant};
 
 /// The longest time in which everything of a test has ended.

@@ -55,7 +55,7 @@ fn a_checked_destination_is_ready_and_reports_nothing() {
             let Checked {
                 version, tls_name, ..
             } = checked.unwrap();
-            assert_eq!((version, tls_name), (4, None));
+            assert_eq!((version, tls_name), (5, None));
         }
     };
     // Nobody has called `accept` yet.

@@ -266,6 +266,7 @@ fn a_channel_that_is_lost_alone_is_opened_again() {
             });
             let status = &received.status;
             assert_eq!((status.generation, status.reconnects), (1, 0), "{name}");
+            assert_eq!(status.channels_lost, 1, "{name}");
             assert_loss(name, status.last_loss.as_deref(), "connection");
             assert_arrived(name, received);
         }

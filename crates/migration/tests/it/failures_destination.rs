@@ -902,3 +902,122 @@ fn channels_that_do_not_fit_the_session_are_refused() {
     received.vm.threads.pause(LIMIT).unwrap();
     received.vm.assert_verifies();
 }
+
+/// The numbers of channels count up from 1, and a source chooses them.
+#[test]
+fn the_last_generation_and_incarnation_are_like_any_other() {
+    let template = Template::new(Engine::Soft, 1, 8 * MIB);
+    let received = attempt(&template, None, limits(LONG), |p, _, destination| {
+        p.start();
+        p.generation = u32::MAX - 1;
+        let (stage, missing) = p.resume(SourceStage::HandedOver);
+        assert_eq!((stage, &missing), (DestinationStage::Running, &p.unsent));
+        for incarnation in [u32::MAX - 1, u32::MAX] {
+            p.replace_bulk(p.dial(bulk(0, u32::MAX, incarnation)).unwrap());
+            p.replace_urgent(p.dial(urgent(0, u32::MAX, incarnation)).unwrap());
+        }
+        p.push(p.unsent[0]);
+        p.expect_receipts();
+        // No later generation can follow. The guest runs on until an operator ends the session.
+        p.control.shutdown();
+        wait_until("the loss", || !destination.status().connected);
+        assert_eq!(destination.status().stage, "running");
+        assert_eq!(destination.status().channels, []);
+        destination.give_up();
+    });
+    let failure = received.outcome.unwrap_err();
+    let missing = template.missing.len() as u64 - 1;
+    let paused = DestinationVm::PausedIncomplete { missing, asleep: 0 };
+    assert_eq!(failure.vm, paused);
+}
+
+/// What comes of it later would be written to memory that the guest uses.
+#[test]
+fn a_frame_that_switch_over_overtakes_is_refused() {
+    let template = Template::new(Engine::Soft, 1, 8 * MIB);
+    for (name, head_first) in [("begun before", true), ("begun behind", false)] {
+        let received = attempt(&template, None, limits(LONG), |p, _, _| {
+            p.set_up();
+            p.send_pass();
+            let here = |page: &u64| !template.missing.contains(page);
+            let data = template.vm.workload.memory_map().data();
+            let page = data
+                .filter(here)
+                .find(|page| template.page(*page) != [0; PAGE_BYTES]);
+            let frame = p.frame_of(page.expect("a page of data"));
+            let head = &frame[..frame.len() - PAGE_BYTES];
+            if head_first {
+                p.send_bulk(head);
+                // The reader takes it up meanwhile. If it does so later, it refuses the frame.
+                std::thread::sleep(std::time::Duration::from_millis(100));
+            }
+            p.send_states();
+            p.send(&template.switch_over());
+            if !head_first {
+                p.expect(FrameType::Ready);
+                p.send_bulk(head);
+            }
+            // The rest of the frame never comes. Behind SwitchOver, the page is not missing.
+            assert_eq!(told(p), Told::Why(ErrorCode::Protocol), "{name}");
+            if head_first {
+                return;
+            }
+            let (stage, missing) = p.resume(SourceStage::HandedOver);
+            assert_eq!((stage, &missing), (DestinationStage::Ready, &p.unsent));
+            p.open_channels();
+            p.go();
+            p.complete();
+        });
+        if head_first {
+            let failure = received.outcome.unwrap_err();
+            assert_eq!(failure.vm, DestinationVm::Discarded, "{name}");
+            assert!(failure.to_string().contains("SwitchOver"), "{failure}");
+        } else {
+            received.outcome.unwrap();
+            received.vm.wait_progress(64);
+            received.vm.assert_verifies();
+        }
+    }
+}
+
+/// KVM itself writes the clock page of a guest, and looks for it when the register is set. The page
+/// may be missing then, or be here and not mapped yet.
+#[test]
+fn a_kvm_vm_whose_clock_page_is_missing_is_ready_all_the_same() {
+    const SYSTEM_TIMES: [u32; 2] = [0x12, 0x4b56_4d01];
+    let test = "a_kvm_vm_whose_clock_page_is_missing_is_ready_all_the_same";
+    if !kvm_usable(test) {
+        return;
+    }
+    for delivery in kvm_deliveries(test) {
+        for is_missing in [true, false] {
+            let mut template = Template::new(Engine::Kvm, 2, 8 * MIB);
+            let stacks = [0, 1].map(|vcpu| template.vm.workload.memory_map().stack_page(vcpu).0);
+            for (vcpu, stack) in (0..).zip(stacks) {
+                for index in SYSTEM_TIMES {
+                    template.set_msr(vcpu, index, (stack * PAGE_BYTES as u64) | 1);
+                }
+            }
+            if is_missing {
+                template.missing.splice(0..0, stacks);
+            }
+            let received = attempt(&template, Some(delivery), limits(LONG), |p, _, _| {
+                p.start();
+                p.complete();
+            });
+            received.outcome.unwrap();
+            received.vm.wait_progress(64);
+            for stack in stacks {
+                let mut version = [0; 4];
+                let ram = received.vm.ram();
+                ram.try_read(RamPage(stack), &mut version).unwrap();
+                assert_ne!(
+                    u32::from_le_bytes(version),
+                    0,
+                    "{delivery}: KVM keeps no clock"
+                );
+            }
+            received.vm.assert_no_failure("the guest runs");
+        }
+    }
+}

@@ -19,15 +19,22 @@ use std::time::Instant;
 
 /// The failure of a machine.
 #[derive(Clone, Copy, Debug)]
-enum Fault {
+pub(crate) enum Fault {
     /// The `n`th installation of pages fails, from 1.
     Install(u32),
     /// The userfaultfd is closed at the `n`th.
     Close(u32),
+    /// The host lacks memory for these installations.
+    NoMemory {
+        /// The first.
+        from: u32,
+        /// The first that has memory again.
+        to: u32,
+    },
 }
 
 /// A machine that fails once.
-struct Failing {
+pub(crate) struct Failing {
     machine: Arc<dyn Machine>,
     fault: Fault,
     installs: AtomicU32,
@@ -36,12 +43,25 @@ struct Failing {
 }
 
 impl Failing {
+    pub(crate) fn new(machine: Arc<dyn Machine>, fault: Fault) -> Self {
+        Self {
+            machine,
+            fault,
+            installs: AtomicU32::new(0),
+            uffd: AtomicI32::new(-1),
+        }
+    }
+
     fn may_install(&self) -> Result<(), MachineError> {
         let this = self.installs.fetch_add(1, Ordering::Relaxed) + 1;
         match self.fault {
             Fault::Install(n) if this == n => Err(MachineError::os(
                 "cannot install a page",
                 std::io::Error::other("the test says so"),
+            )),
+            Fault::NoMemory { from, to } if (from..to).contains(&this) => Err(MachineError::os(
+                "cannot install a page",
+                std::io::Error::from_raw_os_error(libc::ENOMEM),
             )),
             Fault::Close(n) if this == n => {
                 close_for_good(self.uffd.load(Ordering::Relaxed));
@@ -169,12 +189,7 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
             let offer = incoming.offer().clone();
             let vm =
                 arrived.get_or_init(|| WorkloadVm::empty(engine, offer.vcpus, offer.memory_bytes));
-            let machine: Arc<dyn Machine> = Arc::new(Failing {
-                machine: Arc::clone(&vm.machine),
-                fault,
-                installs: AtomicU32::new(0),
-                uffd: AtomicI32::new(-1),
-            });
+            let machine: Arc<dyn Machine> = Arc::new(Failing::new(Arc::clone(&vm.machine), fault));
             let failing = RunningVm {
                 machine: &machine,
                 vcpus: &vm.threads,

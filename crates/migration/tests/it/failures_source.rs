@@ -13,7 +13,7 @@ use pageferry_machine::{Engine, MachineError};
 use pageferry_migration::channel::{Connection, Listener};
 use pageferry_migration::wire::{
     DestinationStage, ErrorCode, ErrorMessage, Frame, FrameHeader, FrameType, HEADER_BYTES,
-    HELLO_BYTES, Hello, HelloReply, Role, Side, SourceStage, Status, Text,
+    HELLO_BYTES, Hello, HelloReply, Role, Side, SourceStage, Status, Text, UrgentMessage,
 };
 use pageferry_migration::{
     DestinationConfig, Route, SessionStatus, SourceConfig, SourceFailure, SourceReport,
@@ -950,6 +950,35 @@ fn the_vm_runs_on_when_the_destination_stops_reading() {
     let failure = tried.outcome.unwrap_err();
     assert_failure("stops", &failure, SourceVm::Runs, "Timeout", "in time");
     assert_runs_on(&vm, "stops reading");
+}
+
+/// One channel only carries nothing: that is a silence, and no wish of a user.
+#[test]
+fn a_channel_that_falls_silent_within_a_frame_is_not_a_cancellation() {
+    let _leaks = LeakCheck::start();
+    let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
+    vm.wait_progress(vm.workload.memory_map().share_pages());
+    let tried = attempt(&vm, &config(1, SHORT), |peer, session| {
+        peer.set_up();
+        let alive = encoded(&Frame::Alive);
+        let until = std::time::Instant::now() + pageferry_testkit::LIMIT;
+        while !session.status().is_over() && std::time::Instant::now() < until {
+            // The source may have left meanwhile.
+            let _ = peer.control.try_send(&alive, "Alive");
+            let _ = peer.urgent().try_send(&UrgentMessage::alive(), "Alive");
+            std::thread::sleep(SHORT / 8);
+        }
+    });
+    let failure = tried.outcome.unwrap_err();
+    assert_failure(
+        "silent",
+        &failure,
+        SourceVm::Runs,
+        "Timeout",
+        "bulk channel",
+    );
+    assert_eq!(tried.status.channels_lost, 1);
+    assert_runs_on(&vm, "one silent channel");
 }
 
 #[test]

@@ -6,8 +6,10 @@ use crate::support::{
     LIMIT, WorkloadVm, address_of, kvm_usable, listen, migrate_to, move_vm, move_vm_to, receive_as,
 };
 use crate::vmm_access::{engines, receive_beside};
-use pageferry_addr::{Gpa, PageSize, RamPage};
-use pageferry_machine::{AdoptedRegion, Backing, Collapsed, Delivery, Engine, GuestRam, soft};
+use pageferry_addr::{Gpa, PAGE_SIZE, PageSize, RamPage};
+use pageferry_machine::{
+    AdoptedRegion, Backing, Collapsed, Delivery, Engine, GuestRam, RamLayout, soft,
+};
 use pageferry_migration::{DestinationConfig, SourceConfig, Switch};
 use pageferry_testkit::{AdvisedHugePages, HugePages, skip, wait_until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -203,6 +205,11 @@ fn adopted(engine: Engine) -> WorkloadVm {
     });
     // SAFETY: nobody else has the memfds.
     let ram = unsafe { GuestRam::adopt(regions.into()) }.unwrap();
+    with_ram(engine, ram)
+}
+
+/// A VM of two vCPUs in this memory.
+fn with_ram(engine: Engine, ram: GuestRam) -> WorkloadVm {
     let new = match engine {
         Engine::Soft => soft::create_on(2, ram, soft::SoftOptions::default()),
         #[cfg(target_arch = "x86_64")]
@@ -248,6 +255,105 @@ fn a_vm_moves_between_memories_that_its_vmm_has_made() {
             assert_eq!(&bytes, b"behind the hole");
             to.wait_progress(2 * to.workload.memory_map().share_pages());
             to.assert_verifies();
+        }
+    }
+}
+
+/// The memories that both sides of a move can have: one that a VMM has made, and those of ours that
+/// the delivery serves. Ours have a part that the workload does not use, behind a hole.
+fn memories(engine: Engine, delivery: Option<Delivery>) -> Vec<(String, WorkloadVm)> {
+    let mut all = vec![("adopted".to_owned(), adopted(engine))];
+    for (backing, only) in [
+        (Backing::Shmem, None),
+        (Backing::ShmemThp, None),
+        (Backing::Hugetlb2M, Some(Delivery::Minor)),
+        (Backing::Anonymous, Some(Delivery::Missing)),
+    ] {
+        if delivery.is_some() && only.is_some() && delivery != only {
+            continue;
+        }
+        let layout = RamLayout::new(&[(Gpa(0), MEMORY), (Gpa(4 << 30), 2 * MIB)]).unwrap();
+        match GuestRam::with_backing(layout, backing) {
+            Ok(ram) => all.push((backing.to_string(), with_ram(engine, ram))),
+            Err(why) => {
+                skip(backing.name(), why);
+            }
+        }
+    }
+    all
+}
+
+/// The contract forbids it, and KVM refuses such a machine. On the soft engine nothing is lost.
+#[test]
+fn a_soft_vm_that_runs_already_becomes_the_one_that_comes() {
+    for passes in [0, 2] {
+        let to = WorkloadVm::booted(Engine::Soft, 2, MEMORY);
+        to.wait_progress(to.workload.memory_map().share_pages());
+        let source = WorkloadVm::booted(Engine::Soft, 2, MEMORY);
+        source.wait_progress(64);
+        let destination = listen(DestinationConfig::default());
+        let config = SourceConfig {
+            settings: Switch::AfterPasses(passes).into(),
+            ..SourceConfig::default()
+        };
+        std::thread::scope(|scope| {
+            let receiver = scope.spawn(|| receive_as(&to.running(), &to.resolver, &destination));
+            migrate_to(&source, &address_of(&destination), &config).unwrap();
+            receiver.join().unwrap().unwrap();
+        });
+        to.wait_progress(2 * to.workload.memory_map().share_pages());
+        to.assert_verifies();
+    }
+}
+
+#[test]
+fn bytes_that_the_memory_held_before_do_not_survive_a_move() {
+    let _host = (HugePages::at_least(4 * LARGES), AdvisedHugePages::new());
+    for (engine, delivery) in engines("memory that is not fresh") {
+        for (passes, allocate) in [(0, false), (1, true)] {
+            for (name, to) in memories(engine, delivery) {
+                let name = format!("{engine} {delivery:?} {name}, {passes} passes");
+                let pages = to.ram().pages();
+                let bytes = to.ram().layout().bytes() - PAGE_SIZE;
+                for at in [0, bytes / 2, bytes] {
+                    // The rest of the memory may be holes.
+                    to.ram()
+                        .try_write(RamPage(at / PAGE_SIZE), &[0xaa; 4096])
+                        .unwrap();
+                }
+                let high = pages - 200..pages;
+                for page in high.clone() {
+                    to.ram().try_write(RamPage(page), &[0xaa; 4096]).unwrap();
+                }
+                let source =
+                    with_ram(engine, GuestRam::new(to.ram().layout().clone()).unwrap()).boot();
+                let data = RamPage(high.start + 100);
+                source.ram().try_write(data, b"from the source").unwrap();
+                source.wait_progress(64);
+                let destination = listen(DestinationConfig {
+                    delivery,
+                    allocate,
+                    ..DestinationConfig::default()
+                });
+                let config = SourceConfig {
+                    settings: Switch::AfterPasses(passes).into(),
+                    ..SourceConfig::default()
+                };
+                std::thread::scope(|scope| {
+                    let receiver =
+                        scope.spawn(|| receive_as(&to.running(), &to.resolver, &destination));
+                    migrate_to(&source, &address_of(&destination), &config).unwrap();
+                    receiver.join().unwrap().unwrap();
+                });
+                to.wait_progress(64);
+                to.assert_verifies();
+                for page in high {
+                    let (mut here, mut there) = ([0; 4096], [0; 4096]);
+                    source.ram().try_read(RamPage(page), &mut here).unwrap();
+                    to.ram().try_read(RamPage(page), &mut there).unwrap();
+                    assert!(here == there, "{name}: page {page} has {:x?}", &there[..4]);
+                }
+            }
         }
     }
 }

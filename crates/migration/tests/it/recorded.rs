@@ -180,7 +180,7 @@ fn take<'a, const N: usize>(rest: &mut &'a [u8]) -> &'a [u8; N] {
 }
 
 /// Decodes and encodes the handshake. Returns the role of the channel.
-fn check_handshake(source: &mut &[u8], destination: &mut &[u8]) -> Role {
+fn check_handshake<'a>(source: &mut &'a [u8], destination: &mut &'a [u8]) -> Role {
     let bytes: &[u8; HELLO_BYTES] = take(source);
     let hello = Hello::decode(bytes).unwrap();
     assert_eq!(&hello.encode(), bytes);
@@ -191,6 +191,10 @@ fn check_handshake(source: &mut &[u8], destination: &mut &[u8]) -> Role {
     assert_eq!(&Credentials::decode(bytes).unwrap().encode(), bytes);
     let bytes: &[u8; WELCOME_BYTES] = take(destination);
     assert_eq!(&Welcome::decode(bytes).unwrap().encode(), bytes);
+    for rest in [source, destination] {
+        let bytes: &[u8; PATH_CHECK_BYTES] = take(rest);
+        assert_eq!(bytes, path_check());
+    }
     hello.key.role
 }
 

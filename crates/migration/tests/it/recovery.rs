@@ -29,7 +29,7 @@ fn limits() -> Limits {
     }
 }
 
-fn source_config() -> SourceConfig {
+pub(crate) fn source_config() -> SourceConfig {
     SourceConfig {
         settings: Switch::AfterPasses(0).into(),
         bulk_channels: 2,
@@ -55,20 +55,25 @@ fn route(address: SocketAddr) -> Route {
 }
 
 /// Both ends of a session, with a shaper between them.
-struct Stage {
-    shaper: Shaper,
-    session: SourceSession,
-    destination: Arc<Destination>,
+pub(crate) struct Stage {
+    pub(crate) shaper: Shaper,
+    pub(crate) session: SourceSession,
+    pub(crate) destination: Arc<Destination>,
 }
 
 /// How a migration ended at its two ends. The destination has a VM if it has heard an offer.
-struct Ends {
-    sent: Result<SourceReport, SourceFailure>,
+pub(crate) struct Ends {
+    pub(crate) sent: Result<SourceReport, SourceFailure>,
     received: Option<(WorkloadVm, Result<DestinationReport, DestinationFailure>)>,
 }
 
 /// Moves `vm` through a shaper, while `act` runs.
-fn moved(vm: &WorkloadVm, config: &SourceConfig, plan: Plan, act: impl FnOnce(&Stage)) -> Ends {
+pub(crate) fn moved(
+    vm: &WorkloadVm,
+    config: &SourceConfig,
+    plan: Plan,
+    act: impl FnOnce(&Stage),
+) -> Ends {
     moved_to(vm, config, DestinationConfig::default(), plan, act)
 }
 
@@ -117,7 +122,7 @@ fn moved_to(
 }
 
 /// Waits until the guest runs at the destination.
-fn wait_for_handover(stage: &Stage) {
+pub(crate) fn wait_for_handover(stage: &Stage) {
     wait_until("the hand-over", || {
         ["running", "complete", "completed"].contains(&stage.destination.status().stage)
     });
@@ -138,7 +143,7 @@ fn assert_kept(name: &str, source: &WorkloadVm, ends: &Ends) {
 }
 
 /// Checks that the whole VM arrived, and that it never ran at both sides.
-fn assert_whole(source: &WorkloadVm, ends: &Ends) {
+pub(crate) fn assert_whole(source: &WorkloadVm, ends: &Ends) {
     let sent = ends.sent.as_ref().unwrap();
     let (vm, received) = ends.received.as_ref().expect("a VM");
     received.as_ref().unwrap();
@@ -149,7 +154,7 @@ fn assert_whole(source: &WorkloadVm, ends: &Ends) {
     assert!(sent.pages.urgent + sent.pages.background + sent.pages.zero >= sent.missing_at_start);
 }
 
-fn slow() -> Plan {
+pub(crate) fn slow() -> Plan {
     Plan {
         rate: Some(20_000_000),
         ..Plan::default()

@@ -11,7 +11,7 @@ use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 use pageferry_harness::{Vm, isa_of};
 use pageferry_machine::{AccessError, Backing, Delivery, Engine, GuestRam, MachineSpec};
-use pageferry_migration::wire::PAGE_BYTES;
+use pageferry_migration::wire::{Frame, FrameType, PAGE_BYTES};
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm,
     SourceConfig, Switch,
@@ -315,6 +315,114 @@ fn a_session_that_ends_is_an_error_for_a_vmm_thread_that_waits_and_for_the_next(
         assert!(matches!(later, Err(AccessError::Lost { .. })), "{later:?}");
         // The pages that are here are reached all the same.
         vm.ram().try_read(RamPage(0), &mut [0]).unwrap();
+    }
+}
+
+/// The ends of a session whose VM has never run here, by either side. The source has said
+/// SwitchOver.
+#[derive(Clone, Copy, Debug)]
+enum Discard {
+    /// The source cancels.
+    Cancel,
+    /// The source comes back, and says that it has cancelled.
+    ComesBack,
+    /// The destination's operator gives up, and the source hears of it.
+    GiveUp,
+    /// The destination's operator gives up twice: the source stays away.
+    GiveUpAlone,
+}
+
+#[test]
+fn a_copy_that_is_discarded_is_an_error_for_a_vmm_thread_that_waits_and_for_the_next() {
+    use pageferry_migration::wire::SourceStage;
+    for (engine, delivery) in engines("a VMM thread's wait and a discarded copy") {
+        let template = Template::new(engine, 1, 8 * MIB);
+        let page = RamPage(template.missing[template.missing.len() / 2]);
+        for end in [
+            Discard::Cancel,
+            Discard::ComesBack,
+            Discard::GiveUp,
+            Discard::GiveUpAlone,
+        ] {
+            let (go_on, waits) = channel();
+            let script = move |peer: &mut ScriptedSource<'_>| {
+                peer.until_ready();
+                waits.recv_timeout(LIMIT).expect("the wait");
+                match end {
+                    Discard::Cancel => peer.send(&Frame::Cancel),
+                    Discard::ComesBack => {
+                        peer.close();
+                        peer.resume(SourceStage::Cancelled);
+                    }
+                    Discard::GiveUp => {}
+                    Discard::GiveUpAlone => return peer.close(),
+                }
+                if !matches!(end, Discard::ComesBack) {
+                    peer.expect(FrameType::Discarded);
+                }
+                peer.send(&Frame::DiscardHeard);
+            };
+            let config = without_allocation(delivery);
+            let (vm, outcome) = receive_beside(&template, config, script, |vm, destination| {
+                wait_until("post-copy", || vm.is_missing(page));
+                let waiting = || destination.status().waiting_faults > 0;
+                std::thread::scope(|scope| {
+                    let reading = scope.spawn(|| vm.ram().read(page, &mut [0], &never));
+                    wait_until("the wait", waiting);
+                    go_on.send(()).unwrap();
+                    if matches!(end, Discard::GiveUp | Discard::GiveUpAlone) {
+                        destination.give_up();
+                    }
+                    if matches!(end, Discard::GiveUpAlone) {
+                        wait_until("the loss", || !destination.status().connected);
+                        destination.give_up();
+                    }
+                    let read = ends_soon("a read", || reading.join().unwrap());
+                    let why = format!("{engine} {delivery:?} {end:?}: {read:?}");
+                    assert!(matches!(read, Err(AccessError::Lost { .. })), "{why}");
+                    assert!(why.contains("discarded"), "{why}");
+                });
+            });
+            assert_eq!(outcome.unwrap_err().vm, DestinationVm::Discarded, "{end:?}");
+            let later = ends_soon("a write", || vm.ram().write(page, &[0], &never));
+            assert!(matches!(later, Err(AccessError::Lost { .. })), "{later:?}");
+        }
+    }
+}
+
+#[test]
+fn a_vm_whose_pages_are_missing_does_not_move_on() {
+    for (engine, delivery) in engines("a VM that is not whole") {
+        let template = &Template::new(engine, 1, 8 * MIB);
+        let (go_on, tried) = channel();
+        let script = move |peer: &mut ScriptedSource<'_>| {
+            peer.set_up();
+            tried.recv_timeout(LIMIT).expect("the first try");
+            peer.send_pass();
+            peer.send_states();
+            peer.send(&template.switch_over());
+            peer.expect(FrameType::Ready);
+            peer.go();
+            tried.recv_timeout(LIMIT).expect("the second try");
+            peer.complete();
+        };
+        let config = without_allocation(delivery);
+        let (vm, outcome) = receive_beside(template, config, script, |vm, destination| {
+            let next = listen(DestinationConfig::default());
+            for stage in ["receiving", "running"] {
+                wait_until(stage, || destination.status().stage == stage);
+                let moved =
+                    migrate_running(&vm.running(), &address_of(&next), &SourceConfig::default());
+                let failure = moved.unwrap_err();
+                assert_eq!(failure.vm, pageferry_migration::SourceVm::Runs);
+                let why = failure.to_string();
+                assert!(why.contains("missing") || why.contains("not here"), "{why}");
+                go_on.send(()).unwrap();
+            }
+        });
+        outcome.unwrap();
+        vm.wait_progress(64);
+        vm.assert_verifies();
     }
 }
 

@@ -6,8 +6,9 @@ use pageferry_migration::channel::{ChannelError, Connection, Listener, OpenError
 use pageferry_migration::handshake::*;
 use pageferry_migration::wire::*;
 use pageferry_testkit::{LIMIT, wait_for};
+use ring::hmac;
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -136,7 +137,8 @@ fn recorded(destination: &Destination, identity: &Identity, key: ChannelKey) -> 
         scope.spawn(move || {
             let (mut source, _) = relay.accept().unwrap();
             let mut target = socket_of(&destination.address);
-            for (from_source, from_target) in [(HELLO_BYTES, HELLO_BYTES), (80, 48)] {
+            let second = (80 + PATH_CHECK_BYTES, 48 + PATH_CHECK_BYTES);
+            for (from_source, from_target) in [(HELLO_BYTES, HELLO_BYTES), second] {
                 let mut bytes = vec![0; from_source];
                 source.read_exact(&mut bytes).unwrap();
                 kept.lock().unwrap().extend_from_slice(&bytes);
@@ -248,7 +250,7 @@ fn another_version_is_told_which_one_is_spoken() {
         let expected = (Status::VersionUnsupported, VERSION);
         assert_eq!((reply.status, reply.version), expected);
         destination.wait_for_stranger(&format!(
-            "protocol versions {min_version} to {version}; this side speaks 4 to 4"
+            "protocol versions {min_version} to {version}; this side speaks 5 to 5"
         ));
     }
 }
@@ -490,6 +492,129 @@ fn a_source_recognizes_what_does_not_fit() {
     assert!(matches!(error, HandshakeError::BadProof), "{error:?}");
 }
 
+/// Opens a session over a relay that passes on so many bytes of each side, and then swallows all.
+fn over_a_path_that_carries(
+    destination: &Destination,
+    of_source: usize,
+    of_destination: usize,
+) -> HandshakeError {
+    let relay = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = relay.local_addr().unwrap().to_string().parse().unwrap();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let (source, _) = relay.accept().unwrap();
+            let target = socket_of(&destination.address);
+            let forward = |mut from: &TcpStream, mut to: &TcpStream, mut left: usize| {
+                let mut bytes = [0; 4096];
+                while let Ok(count @ 1..) = from.read(&mut bytes) {
+                    let passed = count.min(left);
+                    left -= passed;
+                    if to.write_all(&bytes[..passed]).is_err() {
+                        break;
+                    }
+                }
+            };
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    forward(&source, &target, of_source);
+                    let _ = target.shutdown(Shutdown::Both);
+                });
+                forward(&target, &source, of_destination);
+                let _ = source.shutdown(Shutdown::Write);
+            });
+        });
+        dial(&address, &PLAIN, &identity(), FIRST, 4 * SHORT, &never).unwrap_err()
+    })
+}
+
+#[test]
+fn a_path_that_loses_large_packets_opens_no_channel() {
+    let all = usize::MAX;
+    // From the source: the destination says so in a small packet.
+    let destination = Destination::with_limit(PLAIN, SHORT);
+    let error = over_a_path_that_carries(&destination, HELLO_BYTES + 80, all);
+    assert!(
+        matches!(error, HandshakeError::LargePacketsLost { .. }),
+        "{error:?}"
+    );
+    let text = error.to_string();
+    for part in [
+        "127.0.0.1:",
+        "small packets pass and large ones do not",
+        "MTU",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+    destination.wait_for_stranger("large ones do not");
+    assert_eq!(destination.channels(), 0);
+    // From the destination: its small Welcome comes, and nothing behind it.
+    let destination = Destination::with_limit(PLAIN, SHORT);
+    let error = over_a_path_that_carries(&destination, all, HELLO_BYTES + 48);
+    assert!(
+        matches!(error, HandshakeError::LargePacketsLost { .. }),
+        "{error:?}"
+    );
+}
+
+#[test]
+fn a_slow_path_is_not_one_that_loses_large_packets() {
+    let destination = Destination::with_limit(PLAIN, SHORT);
+    let error = over_a_path_that_carries(&destination, HELLO_BYTES + 80 + 1448, usize::MAX);
+    assert!(
+        matches!(error, HandshakeError::Channel(ChannelError::Closed { .. })),
+        "{error:?}"
+    );
+    destination.wait_for_stranger("no preamble within");
+}
+
+/// Opens a session up to its credentials, and sends `bytes` behind them.
+fn with_a_path_check(destination: &Destination, bytes: &[u8]) -> TcpStream {
+    let hello = any_hello().encode();
+    let mut socket = socket_of(&destination.address);
+    socket.write_all(&hello).unwrap();
+    let mut reply = [0; HELLO_BYTES];
+    socket.read_exact(&mut reply).unwrap();
+    let secret = [7; SECRET_BYTES];
+    let covered = [&b"pageferry 5 source"[..], &hello, &reply, &[0; 32]].concat();
+    let proof = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, &secret), &covered);
+    let credentials = Credentials {
+        secret: Some(secret),
+        proof: proof.as_ref().try_into().unwrap(),
+    };
+    socket.write_all(&credentials.encode()).unwrap();
+    socket.write_all(bytes).unwrap();
+    socket
+}
+
+#[test]
+fn a_damaged_path_check_is_refused_wherever_it_is_damaged() {
+    for at in [0, 8, 4095, PATH_CHECK_BYTES - 1] {
+        let destination = Destination::start(PLAIN);
+        let mut bytes = *path_check();
+        bytes[at] ^= 1;
+        let mut answer = Vec::new();
+        // It closes, and resets the connection if bytes are unread.
+        let _ = with_a_path_check(&destination, &bytes).read_to_end(&mut answer);
+        assert_eq!(answer, b"");
+        destination.wait_for_stranger("PathCheck");
+        assert_eq!(destination.channels(), 0, "{at}");
+    }
+    // One that comes in pieces counts, and so does nothing but its end.
+    let destination = Destination::start(PLAIN);
+    let (most, last) = path_check().split_at(PATH_CHECK_BYTES - 1);
+    let mut socket = with_a_path_check(&destination, &most[..1]);
+    for piece in most[1..].chunks(1000) {
+        socket.write_all(piece).unwrap();
+    }
+    thread::sleep(Duration::from_millis(20));
+    assert_eq!(destination.channels(), 0, "a byte is due");
+    socket.write_all(last).unwrap();
+    let mut answer = vec![0; 48 + PATH_CHECK_BYTES];
+    socket.read_exact(&mut answer).unwrap();
+    assert_eq!(&answer[48..], path_check());
+    assert_eq!(destination.channels(), 1);
+}
+
 #[test]
 fn a_source_does_not_wait_for_a_silent_destination() {
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
@@ -511,6 +636,42 @@ fn a_source_does_not_wait_for_a_silent_destination() {
         ));
     }
     assert!(began.elapsed() < LIMIT / 2);
+}
+
+/// Reads what comes, and answers a byte of `bytes` every 20 ms until the peer closes.
+fn drip(listener: &std::net::TcpListener, bytes: &[u8]) {
+    let (mut stream, _) = listener.accept().unwrap();
+    stream
+        .set_read_timeout(Some(Duration::from_millis(20)))
+        .unwrap();
+    for byte in bytes {
+        while stream.read(&mut [0; 512]).is_ok_and(|taken| taken > 0) {}
+        if stream.write_all(&[*byte]).is_err() {
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_destination_that_drips_does_not_postpone_the_end_of_a_handshake() {
+    // A record of TLS that announces 16 KiB, and a reply that is right as far as it comes.
+    let record = [&[0x16, 3, 3, 0x40, 0][..], &[2; 500]].concat();
+    let ours = identity();
+    let reply = HelloReply::accept(&Hello::ours(FIRST, ours.session), [1; 16]).encode();
+    for (protection, bytes) in [(PLAIN, &reply[..]), (tls_protection(), &record)] {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string().parse().unwrap();
+        let limit = Duration::from_millis(300);
+        thread::scope(|scope| {
+            scope.spawn(|| drip(&listener, bytes));
+            let began = Instant::now();
+            let error = dial(&address, &protection, &ours, FIRST, limit, &never).unwrap_err();
+            let HandshakeError::Channel(ChannelError::TimedOut { after, .. }) = error else {
+                panic!("{error:?} after {:?}", began.elapsed());
+            };
+            assert_eq!(after, limit);
+        });
+    }
 }
 
 #[test]

@@ -293,3 +293,109 @@ fn renewed_certificates_protect_later_connections() {
     destination.acceptor.set_protection(protection(&new));
     open(&destination.address, &renewed, &identity, FIRST).unwrap();
 }
+
+/// Each wrong file is named, with the right one, and without words of a library.
+#[test]
+fn files_that_were_mixed_up_are_named() {
+    let authority = Authority::new("CA");
+    let side = authority.issue(&["a.test"], Validity::Now);
+    let other = authority.issue(&["b.test"], Validity::Now);
+    let good = side.files(None);
+    good.load().unwrap();
+    let path = |name: &str, contents: &[u8]| {
+        let path = side.path(name);
+        std::fs::write(&path, contents).unwrap();
+        path
+    };
+    let read = |path: &std::path::Path| std::fs::read(path).unwrap();
+    // The certificate of the key comes behind that of another one.
+    let chain = [read(&other.path("cert.pem")), read(&good.cert)].concat();
+    let encrypted =
+        b"-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n";
+    let nonsense = b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n";
+    let certificate = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+    let cases = [
+        (good.key.clone(), good.key.clone(), "swapped"),
+        (good.cert.clone(), good.cert.clone(), "swapped"),
+        (path("chain.pem", &chain), good.key.clone(), "put it first"),
+        (
+            good.cert.clone(),
+            path("secret.pem", encrypted),
+            "without a passphrase",
+        ),
+        (
+            good.cert.clone(),
+            path("odd.pem", nonsense),
+            "expected RSA, ECDSA",
+        ),
+        (good.cert.clone(), path("empty.pem", b""), "is empty"),
+        (
+            path("odd-cert.pem", certificate),
+            good.key.clone(),
+            "no X.509 certificate",
+        ),
+        (other.path("cert.pem"), good.key.clone(), "made together"),
+    ];
+    for (cert, key, part) in cases {
+        let files = TlsFiles {
+            cert,
+            key,
+            ..good.clone()
+        };
+        let text = files.load().unwrap_err().to_string();
+        assert!(text.contains(part), "{part}: {text}");
+        for debug in ["(", "{", "Error", "Other"] {
+            assert!(!text.contains(debug), "{debug}: {text}");
+        }
+    }
+}
+
+/// A bit that flips on the way is damage at both ends, and no question of trust.
+#[test]
+fn damage_under_tls_is_told_as_damage() {
+    let authority = Authority::new("CA");
+    let source = authority
+        .issue(&["localhost"], Validity::Now)
+        .protection(Some("localhost"));
+    let target = authority
+        .issue(&["localhost"], Validity::Now)
+        .protection(Some("localhost"));
+    let destination = Destination::start(target);
+    let relay = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = relay.local_addr().unwrap().to_string().parse().unwrap();
+    thread::scope(|scope| {
+        let to = &destination;
+        scope.spawn(move || {
+            let (near, _) = relay.accept().unwrap();
+            let far = socket_of(&to.address);
+            let forward =
+                |mut from: &std::net::TcpStream, mut to: &std::net::TcpStream, flip: bool| {
+                    let mut bytes = [0; 4096];
+                    let mut seen = 0;
+                    while let Ok(count @ 1..) = from.read(&mut bytes) {
+                        // Far behind the TLS handshake: within the large packets.
+                        if flip && (10_000..14_096).contains(&(seen + count)) {
+                            bytes[count / 2] ^= 1;
+                        }
+                        seen += count;
+                        if to.write_all(&bytes[..count]).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = to.shutdown(std::net::Shutdown::Both);
+                };
+            thread::scope(|scope| {
+                scope.spawn(|| forward(&near, &far, true));
+                forward(&far, &near, false);
+            });
+        });
+        let identity = Identity::random().unwrap();
+        let error = open(&address, &source, &identity, FIRST).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("were damaged") || text.contains("are damaged"),
+            "{text}"
+        );
+    });
+    destination.wait_for_stranger("damaged");
+}

@@ -1,9 +1,9 @@
 //! Roots of all sizes, on a platform whose frames drop the low bits of addresses.
 
 use crate::platform::{Hooked, fault, new, range, target};
-use pageferry_addr::Gfn;
-use pageferry_tdp::format::{Access, Arm64Stage2, Format, Npt4, Sv57x4Svadu};
-use pageferry_tdp::{Entry, Flush, Mmu, Platform};
+use pageferry_addr::{Gfn, Pfn};
+use pageferry_tdp::format::{Access, Arm64Stage2, Ept4, Format, Npt4, Sv48x4Svade, Sv57x4Svadu};
+use pageferry_tdp::{Entry, Fault, Flush, Look, Mmu, Platform, Refused, largest_level};
 use std::ptr::NonNull;
 
 /// Maps, walks and zaps at both ends of the frames that the format can map.
@@ -29,6 +29,48 @@ fn tables_work<F: Format>() {
 fn tables_work_in_formats_whose_root_is_smaller_than_a_page() {
     tables_work::<Arm64Stage2<33, true, true>>();
     tables_work::<Arm64Stage2<44, true, true>>();
+}
+
+/// A guest chooses the frames that it accesses.
+fn frames_beyond_reach_are_refused<F: Format>() {
+    let mmu = new::<F>();
+    let mut worker = mmu.worker();
+    let limit = F::GFN_LIMIT;
+    for gfn in [
+        limit,
+        Gfn(limit.0 + 1),
+        Gfn(2 * limit.0),
+        Gfn::MAX,
+        Gfn(u64::MAX),
+    ] {
+        let refused = Refused::OutOfReach { gfn, limit };
+        for level in 1..=F::MAX_LEAF_LEVEL {
+            let target = target(0, level);
+            let answer = fault(&mut worker, gfn.0, Access::READ_WRITE, target);
+            assert_eq!(answer.unwrap_err(), refused);
+            let access = Access::READ;
+            assert_eq!(worker.fast_fault(Fault { gfn, access }, &()), None);
+        }
+        let ticket = worker.ticket();
+        assert_eq!(worker.mark_mmio(ticket, gfn, 5), Err(refused));
+        assert_eq!(worker.walk(gfn), None);
+        assert_eq!(worker.look(gfn, Access::READ), Look::Absent);
+        let mut other = mmu.worker();
+        let invalidation = other.invalidate(&[range(0, limit.0)], &());
+        assert!(!worker.is_invalidating(gfn), "{gfn:?}");
+        drop(invalidation);
+        let slot = range(0, limit.0);
+        assert_eq!(largest_level::<F>(slot, gfn, Pfn(gfn.0), 3), 1);
+    }
+    assert_eq!(mmu.stats().tables, 0, "nothing is linked");
+}
+
+#[test]
+fn a_frame_beyond_the_tables_is_an_error() {
+    frames_beyond_reach_are_refused::<Ept4>();
+    frames_beyond_reach_are_refused::<Sv48x4Svade>();
+    frames_beyond_reach_are_refused::<Arm64Stage2<33, true, true>>();
+    frames_beyond_reach_are_refused::<Sv57x4Svadu>();
 }
 
 /// A whole MMU for each width takes long to compile, a root alone does not.
@@ -70,11 +112,11 @@ unsafe impl Platform for Askew {
 
     unsafe fn free_table(&self, _: NonNull<Entry>, _: usize) {}
 
-    fn frame(&self, table: NonNull<Entry>) -> pageferry_addr::Pfn {
+    fn frame(&self, table: NonNull<Entry>) -> Pfn {
         self.0.frame(table)
     }
 
-    fn pointer(&self, table: pageferry_addr::Pfn) -> NonNull<Entry> {
+    fn pointer(&self, table: Pfn) -> NonNull<Entry> {
         let address = (table.0 << 12) as usize;
         NonNull::new(std::ptr::with_exposed_provenance_mut(address)).unwrap()
     }

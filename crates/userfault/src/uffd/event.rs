@@ -3,6 +3,7 @@
 use super::Userfaultfd;
 use super::abi;
 use pageferry_addr::Hva;
+use std::ops::Range;
 use std::os::fd::RawFd;
 
 /// A page fault. Its thread sleeps until the page is present or the thread is woken.
@@ -47,9 +48,13 @@ pub enum Event {
         /// Its length in bytes.
         len: u64,
     },
-    /// Pages in `start..end` are dropped ([`Features::EVENT_REMOVE`](super::Features)). They are
-    /// missing again, and their contents are those of an empty page. The kernel drops them when
-    /// this event has been read, perhaps a little later.
+    /// The whole pages in `start..end` are dropped ([`Features::EVENT_REMOVE`](super::Features)).
+    /// They are missing again, and their contents are those of an empty page. The kernel drops them
+    /// when this event has been read, perhaps a little later.
+    ///
+    /// In a mapping of huge pages of a pool, the range may begin or end inside a page. The kernel
+    /// keeps such a page, and zeroes its bytes in the range. [`Event::dropped`] has the pages that
+    /// are missing.
     Remove {
         /// The first byte.
         start: Hva,
@@ -64,6 +69,42 @@ pub enum Event {
         /// The first byte behind the range.
         end: Hva,
     },
+}
+
+impl Event {
+    /// The pages of `page_bytes` bytes that an [`Event::Remove`] makes missing: those that lie
+    /// wholly in its range. `None` if there are none, or for another event.
+    ///
+    /// `page_bytes` is the size of the mapping's pages: that of the pool's for huge pages of a pool,
+    /// else 4096. Transparent huge pages are not of a pool. The other events of changed mappings
+    /// name whole pages of any mapping.
+    ///
+    /// ```
+    /// use pageferry_addr::Hva;
+    /// use pageferry_userfault::uffd::Event;
+    ///
+    /// let (start, end) = (Hva(0x30_0000), Hva(0x70_0000));
+    /// let event = Event::Remove { start, end };
+    /// assert_eq!(event.dropped(4096), Some(start..end));
+    /// assert_eq!(event.dropped(2 << 20), Some(Hva(0x40_0000)..Hva(0x60_0000)));
+    /// assert_eq!(event.dropped(1 << 30), None);
+    /// ```
+    ///
+    /// # Panics
+    /// If `page_bytes` is not a power of two.
+    #[must_use]
+    pub fn dropped(&self, page_bytes: u64) -> Option<Range<Hva>> {
+        assert!(
+            page_bytes.is_power_of_two(),
+            "pages of {page_bytes} bytes: expected a power of two"
+        );
+        let Self::Remove { start, end } = self else {
+            return None;
+        };
+        let first = start.0.checked_next_multiple_of(page_bytes)?;
+        let behind = end.0 & !(page_bytes - 1);
+        (first < behind).then_some(Hva(first)..Hva(behind))
+    }
 }
 
 /// A decoded message: like [`Event`], but the child's descriptor is still a bare number.
@@ -166,6 +207,24 @@ mod tests {
                 ..base
             }
         );
+    }
+
+    #[test]
+    fn a_removal_drops_the_whole_pages_in_its_range() {
+        const HUGE: u64 = 2 << 20;
+        let dropped = |start: u64, end: u64| {
+            let (start, end) = (Hva(start), Hva(end));
+            let range = Event::Remove { start, end }.dropped(HUGE);
+            range.map(|range| (range.start.0 / HUGE, range.end.0 / HUGE))
+        };
+        assert_eq!(dropped(HUGE, 3 * HUGE), Some((1, 3)));
+        assert_eq!(dropped(HUGE / 2, 5 * HUGE / 2), Some((1, 2)));
+        assert_eq!(dropped(HUGE, 2 * HUGE - 4096), None);
+        assert_eq!(dropped(HUGE + 4096, 2 * HUGE), None);
+        assert_eq!(dropped(HUGE / 2, 3 * HUGE / 2), None, "parts of two pages");
+        assert_eq!(dropped(u64::MAX - 8191, u64::MAX), None, "no wrap");
+        let (start, end) = (Hva(0), Hva(2 * HUGE));
+        assert_eq!(Event::Unmap { start, end }.dropped(HUGE), None);
     }
 
     #[test]

@@ -3,6 +3,8 @@
 pub(crate) mod certificates;
 pub(crate) mod link;
 pub(crate) mod peer;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod service_filter;
 pub(crate) mod terminal;
 
 use pageferry_testkit::{LIMIT, wait_for, wait_until};

@@ -74,7 +74,7 @@ impl Router for Doorkeeper {
         Ok(())
     }
 
-    fn stranger(&self, _: &Stranger) {}
+    fn stranger(&self, _: Stranger) {}
 
     fn cannot_accept(&self, _: &OpenError) {}
 }

@@ -54,6 +54,19 @@ const SHARED_PAGES: [u32; 4] = [0x12, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03];
 /// The same for the end-of-interrupt flag and the wall clocks, whose value is a plain address.
 const SHARED_PAGES_BARE: [u32; 3] = [0x11, 0x4b56_4d00, 0x4b56_4d04];
 
+/// The guest's clock of each vCPU (`MSR_KVM_SYSTEM_TIME`, old and new number). The kernel looks for
+/// the clock's page when the register is set with bit 0 (`kvm_gpc_activate` in
+/// `kvm_write_system_time`). It sleeps there while the page is missing, or not mapped yet. The page
+/// comes only when the guest runs, so such a register is set then.
+///
+/// The other registers of [`SHARED_PAGES`] and [`SHARED_PAGES_BARE`] only note an address, and
+/// `KVM_RUN` touches the page. The wall clocks are never set (`WALL_CLOCKS`).
+const CLOCKS: [u32; 2] = [0x12, 0x4b56_4d01];
+
+fn touches_memory(msr: &kvm_msr_entry) -> bool {
+    CLOCKS.contains(&msr.index) && msr.data & 1 != 0
+}
+
 fn entry(index: u32) -> kvm_msr_entry {
     kvm_msr_entry {
         index,
@@ -149,11 +162,15 @@ const WALL_CLOCKS: [u32; 2] = [0x11, 0x4b56_4d00];
 /// Hyper-V's hypercall and assist pages, which KVM would also write at once.
 const HYPERV_PAGES: [u32; 2] = [0x4000_0001, 0x4000_0073];
 
-/// Sets the registers.
+/// Sets the registers, without a touch of guest memory. Returns those that [`write_late`] has to set
+/// before the guest runs: they are disabled so far, and KVM has accepted the register.
 ///
 /// # Errors
 /// [`MachineError::BadState`] when a register that matters is missing or refused.
-pub(super) fn write(fd: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<(), MachineError> {
+pub(super) fn write(
+    fd: &VcpuFd,
+    msrs: &[kvm_msr_entry],
+) -> Result<Vec<kvm_msr_entry>, MachineError> {
     if let Some(msr) = msrs
         .iter()
         .find(|msr| HYPERV_PAGES.contains(&msr.index) && msr.data != 0)
@@ -166,8 +183,13 @@ pub(super) fn write(fd: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<(), MachineEr
     let kept: Vec<kvm_msr_entry> = msrs
         .iter()
         .filter(|msr| !WALL_CLOCKS.contains(&msr.index))
-        .copied()
+        .map(|msr| kvm_msr_entry {
+            data: msr.data & !u64::from(touches_memory(msr)),
+            ..*msr
+        })
         .collect();
+    let late = msrs.iter().filter(|msr| touches_memory(msr)).copied();
+    let late = late.collect();
     let msrs = kept.as_slice();
     if let Some(index) = ESSENTIAL
         .iter()
@@ -193,7 +215,35 @@ pub(super) fn write(fd: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<(), MachineEr
             )));
         }
     }
+    Ok(late)
+}
+
+/// Sets registers that [`write`] has left disabled. The calling thread may sleep until guest memory
+/// is there.
+///
+/// # Errors
+/// When the kernel refuses.
+pub(super) fn write_late(fd: &VcpuFd, late: &[kvm_msr_entry]) -> Result<(), MachineError> {
+    for msr in late {
+        let set = batch(&[*msr], |m| fd.set_msrs(m));
+        let set = set.map_err(|e| MachineError::os("cannot set a guest's clock", io(e)))?;
+        if set.is_empty() {
+            return Err(MachineError::BadState(format!(
+                "KVM refuses the value {:#x} of its model-specific register {:#x}",
+                msr.data, msr.index
+            )));
+        }
+    }
     Ok(())
+}
+
+/// Gives registers that were read the values that [`write_late`] has yet to set.
+pub(super) fn overlay(msrs: &mut [kvm_msr_entry], late: &[kvm_msr_entry]) {
+    for msr in msrs {
+        if let Some(late) = late.iter().find(|late| late.index == msr.index) {
+            msr.data = late.data;
+        }
+    }
 }
 
 /// The guest-physical addresses that KVM itself writes for this vCPU (clock, steal time, ..).

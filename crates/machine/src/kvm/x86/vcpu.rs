@@ -31,7 +31,7 @@ use super::{exits, msr, start, sys};
 use crate::translate::Translator;
 use crate::{Access, Exit, FirstInstruction, Kicker, MachineError, StartState, Vcpu, VcpuState};
 use exits::Left;
-use kvm_bindings::{KVM_EXIT_MEMORY_FAULT, kvm_cpuid_entry2};
+use kvm_bindings::{KVM_EXIT_MEMORY_FAULT, kvm_cpuid_entry2, kvm_msr_entry};
 use kvm_ioctls::VcpuFd;
 use pageferry_addr::{Gpa, Hva, RamPage};
 use rustix::io::Errno;
@@ -61,6 +61,9 @@ pub(super) struct KvmVcpu {
     put_off: VecDeque<Exit>,
     /// An access to RAM that KVM could not carry out. Implies `pending`.
     blocked: Option<Mmio>,
+    /// Registers of a restored state that are set when the vCPU runs first, as KVM then touches
+    /// guest memory.
+    late: Vec<kvm_msr_entry>,
 }
 
 impl KvmVcpu {
@@ -84,6 +87,7 @@ impl KvmVcpu {
             pending: false,
             put_off: VecDeque::new(),
             blocked: None,
+            late: Vec::new(),
         })
     }
 
@@ -258,6 +262,13 @@ impl KvmVcpu {
         Ok(())
     }
 
+    /// Reads the whole state, with the registers that are yet to be set.
+    fn load(&self) -> Result<Parts, MachineError> {
+        let mut parts = state::load(&self.fd, &self.shared, &self.cpuid)?;
+        msr::overlay(&mut parts.msrs, &self.late);
+        Ok(parts)
+    }
+
     /// Records the pages that must not be marked because of this vCPU.
     fn note(&self, parts: &Parts) {
         let known = Known {
@@ -285,6 +296,11 @@ impl Vcpu for KvmVcpu {
         }
         if let Some(exit) = self.put_off.pop_front() {
             return Ok(exit);
+        }
+        if !self.late.is_empty() {
+            // This may sleep for a page, as KVM_RUN itself may. A kick is taken behind it.
+            msr::write_late(&self.fd, &self.late)?;
+            self.late.clear();
         }
         loop {
             if let Err(page) = self.unblock() {
@@ -325,7 +341,7 @@ impl Vcpu for KvmVcpu {
 
     fn save(&mut self) -> Result<VcpuState, MachineError> {
         self.complete()?;
-        let mut parts = state::load(&self.fd, &self.shared, &self.cpuid)?;
+        let mut parts = self.load()?;
         parts.exits = self.put_off.iter().copied().collect();
         Ok(parts.encode())
     }
@@ -338,7 +354,7 @@ impl Vcpu for KvmVcpu {
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError> {
         let parts = Parts::decode(state).map_err(MachineError::BadState)?;
         self.discard()?;
-        state::store(&self.fd, &self.shared, &self.cpuid, &parts)?;
+        self.late = state::store(&self.fd, &self.shared, &self.cpuid, &parts)?;
         self.note(&parts);
         self.put_off.extend(&parts.exits);
         self.cpuid = parts.cpuid;
@@ -348,7 +364,7 @@ impl Vcpu for KvmVcpu {
     fn set_start(&mut self, start: &StartState) -> Result<(), MachineError> {
         self.discard()?;
         start::set(&self.fd, &self.cpuid, start)?;
-        let parts = state::load(&self.fd, &self.shared, &self.cpuid)?;
+        let parts = self.load()?;
         self.note(&parts);
         Ok(())
     }

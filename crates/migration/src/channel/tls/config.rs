@@ -5,13 +5,20 @@ use rustls::crypto::{CryptoProvider, ring as provider};
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::TlsError;
+use super::contents::{self, Wanted};
+use super::error::why_not;
 use super::verifier::NamedClients;
+use crate::file::read_regular_file;
+
+/// The largest PEM file in bytes: far more than the CAs of a system's own collection.
+const MAX_PEM_BYTES: u64 = 4 << 20;
 
 /// The version of TLS on every channel that has it.
 pub const TLS_VERSION: &str = "TLS 1.3";
@@ -39,18 +46,19 @@ impl TlsFiles {
     pub fn load(&self) -> Result<TlsConfig, TlsError> {
         let peer_name = self.peer_name.as_deref().map(parse_name).transpose()?;
         let chain = certificates(&self.cert)?;
-        let key = PrivateKeyDer::from_pem_file(&self.key).map_err(|error| match error {
+        let key = read(&self.key)?;
+        let key = PrivateKeyDer::from_pem_slice(&key).map_err(|error| match error {
             pem::Error::NoItemsFound => TlsError::NoKey {
                 path: self.key.clone(),
             },
             error => unreadable(&self.key, error),
-        })?;
+        });
+        let key = key.map_err(|error| contents::explained(error, &self.key, Wanted::Key))?;
         let mut roots = RootCertStore::empty();
         for root in certificates(&self.ca)? {
-            roots.add(root).map_err(|source| TlsError::Malformed {
-                path: self.ca.clone(),
-                why: source.to_string(),
-            })?;
+            roots
+                .add(root)
+                .map_err(|error| malformed(&self.ca, error))?;
         }
         self.build(chain, &key, Arc::new(roots), peer_name)
     }
@@ -63,15 +71,30 @@ impl TlsFiles {
         peer_name: Option<ServerName<'static>>,
     ) -> Result<TlsConfig, TlsError> {
         let provider = Arc::new(crypto());
+        let signing = provider.key_provider.load_private_key(key.clone_key());
+        let signing = signing.map_err(|_| TlsError::WrongFile {
+            path: self.key.clone(),
+            why: "has a key that is damaged or of a kind that is not supported: expected RSA, ECDSA \
+                  with P-256 or P-384, or Ed25519",
+        })?;
+        let fits = |cert: &CertificateDer<'static>| {
+            CertifiedKey::new(vec![cert.clone()], Arc::clone(&signing))
+                .keys_match()
+                .is_ok()
+        };
         let own = |error: rustls::Error| match error {
+            rustls::Error::InconsistentKeys(_) if chain.iter().skip(1).any(fits) => {
+                TlsError::WrongFile {
+                    path: self.cert.clone(),
+                    why: "has the certificate of the key behind another one: put it first, and behind \
+                          it the CAs that signed it",
+                }
+            }
             rustls::Error::InconsistentKeys(_) => TlsError::KeyMismatch {
                 cert: self.cert.clone(),
                 key: self.key.clone(),
             },
-            error => TlsError::Malformed {
-                path: self.cert.clone(),
-                why: error.to_string(),
-            },
+            error => malformed(&self.cert, error),
         };
         let mut client = ClientConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&TLS13])
@@ -91,7 +114,7 @@ impl TlsFiles {
             .with_protocol_versions(&[&TLS13])
             .map_err(own)?
             .with_client_cert_verifier(verifier)
-            .with_single_cert(chain, key.clone_key())
+            .with_single_cert(chain.clone(), key.clone_key())
             .map_err(own)?;
         server.send_tls13_tickets = 0;
         server.session_storage = Arc::new(NoServerSessionStorage {});
@@ -157,15 +180,36 @@ fn parse_name(name: &str) -> Result<ServerName<'static>, TlsError> {
 
 /// Reads the certificates of a file, at least one.
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let found: Vec<_> = CertificateDer::pem_file_iter(path)
-        .and_then(Iterator::collect)
-        .map_err(|error| unreadable(path, error))?;
+    let found: Vec<_> = CertificateDer::pem_slice_iter(&read(path)?)
+        .collect::<Result<_, _>>()
+        .map_err(|error| unreadable(path, error))
+        .map_err(|error| contents::explained(error, path, Wanted::Certificate))?;
     if found.is_empty() {
-        return Err(TlsError::NoCertificate {
+        let none = TlsError::NoCertificate {
             path: path.to_owned(),
-        });
+        };
+        return Err(contents::explained(none, path, Wanted::Certificate));
     }
     Ok(found)
+}
+
+/// Reads a PEM file. No file can hold this up: one that is a FIFO or a device is refused.
+fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
+    read_regular_file(path, MAX_PEM_BYTES).map_err(|source| TlsError::File {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// The error for a certificate of this side.
+fn malformed(path: &Path, error: rustls::Error) -> TlsError {
+    TlsError::Malformed {
+        path: path.to_owned(),
+        why: match error {
+            rustls::Error::InvalidCertificate(error) => why_not(&error).to_owned(),
+            error => error.to_string(),
+        },
+    }
 }
 
 fn unreadable(path: &Path, error: pem::Error) -> TlsError {
@@ -174,7 +218,10 @@ fn unreadable(path: &Path, error: pem::Error) -> TlsError {
         pem::Error::Io(source) => TlsError::File { path, source },
         error => TlsError::Malformed {
             path,
-            why: error.to_string(),
+            why: match error {
+                pem::Error::MissingSectionEnd { .. } => "a PEM block has no end".to_owned(),
+                _ => "a PEM block is not Base64 between its BEGIN and END lines".to_owned(),
+            },
         },
     }
 }

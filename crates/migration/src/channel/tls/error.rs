@@ -32,6 +32,14 @@ pub enum TlsError {
         /// Its path.
         path: PathBuf,
     },
+    /// A file has something else than what it is named for.
+    #[error("{} {why}", path.display())]
+    WrongFile {
+        /// Its path.
+        path: PathBuf,
+        /// What it has, and what would be right: the rest of the sentence.
+        why: &'static str,
+    },
     /// A file's PEM or a certificate in it is damaged.
     #[error("{} is damaged or not supported: {why}", path.display())]
     Malformed {
@@ -91,8 +99,8 @@ pub enum TlsError {
     #[error("the peer refused this side's certificate: {0}")]
     CertificateRefused(&'static str),
     /// The peer broke TLS off with another alert.
-    #[error("the peer broke TLS off with the alert {0}")]
-    Alert(String),
+    #[error("the peer broke TLS off with alert {0} of TLS")]
+    Alert(u8),
     /// The peer is Pageferry without TLS.
     #[error("the peer does not use TLS, and this side does: configure TLS at both or at neither")]
     PeerIsPlain,
@@ -102,6 +110,15 @@ pub enum TlsError {
     /// The peer closed the connection during the handshake.
     #[error("the peer closed the connection during the TLS handshake: does it use TLS?")]
     Ended,
+    /// Bytes of the connection were changed on their way, or the peer breaks the rules of TLS.
+    #[error("the bytes that came are damaged: TLS cannot verify them ({0})")]
+    Damaged(&'static str),
+    /// The peer found the bytes of this side damaged.
+    #[error("the bytes that went to the peer were damaged: its TLS could not verify them")]
+    DamagedAtPeer,
+    /// The two sides have no version or cipher of TLS in common.
+    #[error("the peer's TLS does not fit: both sides need TLS 1.3 and AES-GCM or ChaCha20")]
+    NothingInCommon,
     /// TLS failed for another reason.
     #[error("TLS failed: {0}")]
     Broken(String),
@@ -120,8 +137,20 @@ impl TlsError {
             rustls::Error::InvalidCertificate(error) => Self::from_certificate(error),
             rustls::Error::NoCertificatesPresented => Self::NoPeerCertificate,
             rustls::Error::AlertReceived(alert) => Self::from_alert(alert),
+            rustls::Error::DecryptError => Self::Damaged("a record does not decrypt"),
+            rustls::Error::PeerSentOversizedRecord => Self::Damaged("a record is too long"),
+            rustls::Error::InvalidMessage(_) => Self::Damaged("a message is malformed"),
+            rustls::Error::InappropriateMessage { .. }
+            | rustls::Error::InappropriateHandshakeMessage { .. }
+            | rustls::Error::PeerMisbehaved(_) => Self::Damaged("a message is not due"),
+            rustls::Error::PeerIncompatible(_) => Self::NothingInCommon,
             error => Self::Broken(error.to_string()),
         }
+    }
+
+    /// Whether bytes changed on their way, or the peer sent what nobody may send.
+    pub(crate) const fn is_damage(&self) -> bool {
+        matches!(self, Self::Damaged(_) | Self::DamagedAtPeer)
     }
 
     fn from_certificate(error: CertificateError) -> Self {
@@ -143,7 +172,7 @@ impl TlsError {
             CertificateError::UnknownIssuer => Self::UnknownIssuer,
             // A root of the same name with another key.
             CertificateError::BadSignature => Self::UnknownIssuer,
-            error => Self::BadPeerCertificate(error.to_string()),
+            error => Self::BadPeerCertificate(why_not(&error).to_owned()),
         }
     }
 
@@ -168,10 +197,65 @@ impl TlsError {
             AlertDescription::CertificateRequired => {
                 "this side sent none; give it a certificate of the peer's CA"
             }
-            alert => return Self::Alert(format!("{alert:?}")),
+            AlertDescription::BadRecordMac
+            | AlertDescription::DecryptionFailed
+            | AlertDescription::DecodeError
+            | AlertDescription::RecordOverflow
+            | AlertDescription::IllegalParameter
+            | AlertDescription::UnexpectedMessage => return Self::DamagedAtPeer,
+            AlertDescription::HandshakeFailure
+            | AlertDescription::ProtocolVersion
+            | AlertDescription::InsufficientSecurity => return Self::NothingInCommon,
+            alert => return Self::Alert(u8::from(alert)),
         })
     }
 }
+
+/// Says why a certificate is not acceptable, and which one would be.
+pub(super) fn why_not(error: &CertificateError) -> &'static str {
+    match error {
+        CertificateError::BadEncoding => "it is damaged, or no X.509 certificate",
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+            "it has expired: renew it, or check this host's clock"
+        }
+        CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+            "it is not valid yet: check this host's clock"
+        }
+        CertificateError::Revoked => "it was revoked: make another one",
+        CertificateError::UnhandledCriticalExtension => UNKNOWN_EXTENSION,
+        CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
+            "its extended key usage must allow both the client's and the server's part"
+        }
+        CertificateError::UnsupportedSignatureAlgorithmContext { .. }
+        | CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. } => {
+            "its signature is of a kind that is not supported: expected SHA-256, SHA-384 or SHA-512 \
+             with RSA or ECDSA, or Ed25519"
+        }
+        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
+            "it is for another name"
+        }
+        // The error is that of the library that reads certificates. It says no more than its name.
+        CertificateError::Other(other) => match other.0.to_string().as_str() {
+            "UnsupportedCertVersion" => {
+                "it is of X.509 version 1: make one of version 3, which has extensions"
+            }
+            "CaUsedAsEndEntity" => {
+                "it is that of a CA: expected one that a CA has issued for the host"
+            }
+            "EndEntityUsedAsCa" => "it was signed by one that is not that of a CA",
+            "UnsupportedCriticalExtension" => UNKNOWN_EXTENSION,
+            "NameConstraintViolation" => "its CA may not issue one for this name",
+            "PathLenConstraintViolated" | "MaximumPathDepthExceeded" => {
+                "more CAs are between it and the root than the root allows"
+            }
+            _ => "a field of it is malformed or not supported",
+        },
+        _ => "a field of it is not acceptable",
+    }
+}
+
+const UNKNOWN_EXTENSION: &str =
+    "it has a critical extension that is not supported: make one without it";
 
 /// Returns the names of a certificate as a list. rustls gives them as `DnsName("a.example")`.
 fn names(presented: &[String]) -> String {

@@ -11,6 +11,7 @@
 //! **Neighbours.** [`Connection`](super::Connection) calls the steps and waits between them.
 
 mod config;
+mod contents;
 mod error;
 mod session;
 mod verifier;

@@ -35,10 +35,10 @@ impl World {
         match action {
             Action::Send(message) => self.answer(message),
             Action::SendMissing(stage) => self.answer(ToSource::Resumed(stage)),
-            Action::EndOlder(generation) => {
+            Action::EndUpTo(generation) => {
                 let rules = config.rules;
                 for each in &mut self.connections {
-                    if each.key.generation < generation {
+                    if each.key.generation <= generation {
                         // Bytes that were received, and messages that the reader has posted.
                         let remains = match each.key.channel {
                             Some(_) => !rules.readers_first,

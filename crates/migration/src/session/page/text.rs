@@ -323,7 +323,7 @@ fn destination_action(action: destination::Action) -> String {
     use super::super::ToSource;
     use destination::Action;
     match action {
-        Action::EndOlder(_) => "EndOlder".into(),
+        Action::EndUpTo(_) => "EndUpTo".into(),
         Action::EndChannel(_) => "EndChannel".into(),
         Action::Send(ToSource::ChannelEnded { .. }) => "Send(ChannelEnded)".into(),
         other => format!("{other:?}"),

@@ -1,6 +1,6 @@
 //! Cursors against guests that touch pages in simple orders, beside a push of a fixed speed.
 
-use super::{Cursors, FIRST_AHEAD};
+use super::{Cursors, FIRST_AHEAD, MAX_REQUESTS, Prefetch};
 use crate::report::PrefetchCounts;
 use pageferry_addr::RamPage;
 use proptest::prelude::*;
@@ -172,4 +172,15 @@ fn pages_that_nobody_touched_are_unconfirmed() {
     }
     let counts = race.cursors.counts();
     assert_eq!((counts.in_time, counts.unconfirmed), (0, 20 * FIRST_AHEAD));
+}
+
+/// Nothing is pushed, and requests come without an end.
+#[test]
+fn requests_that_nobody_looks_at_are_left_out() {
+    let prefetch = Prefetch::new(1);
+    for page in 0..100_000 {
+        prefetch.requested(RamPage(page % 7));
+    }
+    let state = prefetch.state.lock().unwrap();
+    assert_eq!(state.requests.try_iter().count(), MAX_REQUESTS);
 }

@@ -69,7 +69,7 @@ impl Router for Desk {
         Ok(())
     }
 
-    fn stranger(&self, stranger: &Stranger) {
+    fn stranger(&self, stranger: Stranger) {
         let why = stranger.why.to_string();
         self.state.lock().unwrap().strangers.push(why);
     }

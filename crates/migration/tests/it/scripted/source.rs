@@ -55,6 +55,16 @@ impl Template {
         }
     }
 
+    /// Changes a model-specific register in the state of a vCPU of KVM.
+    pub(crate) fn set_msr(&mut self, vcpu: u32, index: u32, data: u64) {
+        // A `kvm_msr_entry`: the index, a reserved word, and the value.
+        let entry = u64::from(index).to_le_bytes();
+        let state = &mut self.states[vcpu as usize].0;
+        let at = state.windows(8).position(|bytes| bytes == entry);
+        let at = at.expect("the register travels") + 8;
+        state[at..at + 8].copy_from_slice(&data.to_le_bytes());
+    }
+
     pub(crate) fn setup(&self) -> Setup {
         let layout = self.vm.ram().layout();
         let regions = layout.regions().iter().map(|r| Region {

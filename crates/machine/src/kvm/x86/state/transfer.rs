@@ -4,7 +4,7 @@ use super::{Parts, Special};
 use crate::MachineError;
 use crate::kvm::x86::shared::VmShared;
 use crate::kvm::x86::{cpuid, msr, sys};
-use kvm_bindings::{CpuId, kvm_cpuid_entry2};
+use kvm_bindings::{CpuId, kvm_cpuid_entry2, kvm_msr_entry};
 use kvm_ioctls::VcpuFd;
 use rustix::io::Errno;
 
@@ -116,6 +116,19 @@ pub(in crate::kvm::x86) fn check(shared: &VmShared, parts: &Parts) -> Result<(),
 /// 4. the LAPIC, before its timer's MSR,
 /// 5. pending events, and the condition that the vCPU waits for.
 ///
+/// No step touches guest memory, which may be missing until the guest runs: a touch would sleep for
+/// a page that comes only afterwards.
+///
+/// | part | memory that KVM could touch | why it does not |
+/// |---|---|---|
+/// | special registers | the page-directory pointers of PAE paging | they are part of the state, or [`check`] refuses it |
+/// | MSRs | the guest's clocks | [`msr::write`] leaves them disabled, and returns them |
+/// | MSRs | the wall clocks, Hyper-V's pages | not set, or refused |
+/// | MSRs | steal time, asynchronous page faults, end of interrupt | KVM notes the address |
+/// | the rest | none | KVM checks it when it enters the guest |
+///
+/// Returns the registers to set by [`msr::write_late`] before the guest runs.
+///
 /// # Errors
 /// [`MachineError::BadState`] for values that this host's KVM refuses.
 pub(in crate::kvm::x86) fn store(
@@ -123,7 +136,7 @@ pub(in crate::kvm::x86) fn store(
     shared: &VmShared,
     present_cpuid: &[kvm_cpuid_entry2],
     parts: &Parts,
-) -> Result<(), MachineError> {
+) -> Result<Vec<kvm_msr_entry>, MachineError> {
     check(shared, parts)?;
     set_tsc_khz(fd, parts.tsc_khz)?;
     // KVM refuses another CPUID once the vCPU has run, so a CPUID that is already right is left
@@ -156,13 +169,14 @@ pub(in crate::kvm::x86) fn store(
             .map_err(errno)
             .map_err(refused("LAPIC"))?;
     }
-    msr::write(fd, &parts.msrs)?;
+    let late = msr::write(fd, &parts.msrs)?;
     fd.set_vcpu_events(&parts.events)
         .map_err(errno)
         .map_err(refused("pending events"))?;
     fd.set_mp_state(parts.mp_state)
         .map_err(errno)
-        .map_err(refused("multiprocessing state"))
+        .map_err(refused("multiprocessing state"))?;
+    Ok(late)
 }
 
 /// Sets the XSAVE area. The area of a host with larger registers is refused. The area of a host

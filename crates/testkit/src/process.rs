@@ -1,5 +1,5 @@
-//! Tests that need a process of their own: to count its threads and descriptors, or to change what
-//! all threads of a process share.
+//! A process of its own for a test that counts what the process has, or that changes what all
+//! threads of a process share. And the counts.
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
@@ -16,7 +16,7 @@ const LIMIT: Duration = Duration::from_secs(900);
 /// that child, where the test continues. A test calls it first:
 ///
 /// ```no_run
-/// # use pageferry_testkit::runs_in_child;
+/// # use pageferry_testkit::process::runs_in_child;
 /// // #[test]
 /// fn nothing_is_left_behind() {
 ///     if runs_in_child() {
@@ -82,4 +82,38 @@ fn wait(child: &mut Child) -> Option<bool> {
         }
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+fn entries(directory: &str) -> usize {
+    std::fs::read_dir(directory)
+        .expect("/proc is mounted")
+        .count()
+}
+
+/// The number of open descriptors of this process.
+///
+/// # Panics
+/// If `/proc` is not mounted. So do the other functions here.
+#[must_use]
+pub fn descriptors() -> usize {
+    // One of them lists the others.
+    entries("/proc/self/fd") - 1
+}
+
+/// The number of threads of this process.
+#[must_use]
+pub fn threads() -> usize {
+    entries("/proc/self/task")
+}
+
+/// The memory of this process that is resident and belongs to no file, in KiB. The memory of
+/// guests is not in it, unless it is private.
+#[must_use]
+pub fn private_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").expect("/proc is mounted");
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse().ok());
+    kib.expect("Linux has had RssAnon since 4.5")
 }

@@ -1,0 +1,189 @@
+#![expect(unsafe_code, reason = "gives the privileges of root up")]
+//! A host that lacks threads or memory once the VM is handed over. The VM runs on, and the session
+//! completes when the shortage is over.
+
+use crate::failures_destination::attempt_on;
+use crate::failures_machine::{Failing, Fault};
+use crate::recovery::{assert_whole, moved, slow, source_config, wait_for_handover};
+use crate::scripted::source::Template;
+use crate::scripted::{LONG, limits};
+use crate::support::{
+    WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen, migrate_to, receive_as, tcp,
+};
+use pageferry_machine::{Delivery, Engine, Machine};
+use pageferry_migration::wire::Role;
+use pageferry_migration::{DestinationConfig, Route, RunningVm, SourceConfig, Switch};
+use pageferry_testkit::process::runs_in_child;
+use pageferry_testkit::wait_until;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::sync::Arc;
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+/// A user of nothing else.
+const NOBODY: libc::uid_t = 54_321;
+
+/// Gives the privileges of root up, which no limit of threads holds for. The process must be a
+/// child of the test.
+fn become_nobody() {
+    // SAFETY: the call changes no memory. All threads of the process change their user.
+    let became = unsafe { libc::setresuid(NOBODY, NOBODY, NOBODY) };
+    // A user who is not root has limits already.
+    assert!(became == 0 || rustix::process::getuid().as_raw() != 0);
+}
+
+/// Lets nothing more of a kind be made while it lives.
+struct Lack(Resource, Rlimit);
+
+impl Lack {
+    fn of_threads() -> Self {
+        let lack = Self::begin(Resource::Nproc, 0);
+        let refused = std::thread::Builder::new().spawn(|| ());
+        assert!(refused.is_err(), "the limit holds");
+        lack
+    }
+
+    /// Descriptors above those that the process has anyway. poll(2) takes no more than the limit.
+    fn of_descriptors() -> Self {
+        let lack = Self::begin(Resource::Nofile, 8);
+        let refused = std::fs::File::open("/dev/null");
+        assert!(refused.is_err(), "the limit holds");
+        lack
+    }
+
+    fn begin(resource: Resource, most: u64) -> Self {
+        let before = getrlimit(resource);
+        let few = Rlimit {
+            current: Some(most),
+            ..before
+        };
+        setrlimit(resource, few).unwrap();
+        Self(resource, before)
+    }
+}
+
+impl Drop for Lack {
+    fn drop(&mut self) {
+        setrlimit(self.0, self.1).unwrap();
+    }
+}
+
+/// Moves a VM, and makes its source open all channels again while the host lacks something.
+fn survives(lack: fn() -> Lack, why: &str) {
+    let vm = WorkloadVm::booted(Engine::Soft, 2, 64 * MIB);
+    vm.wait_progress(64);
+    let ends = moved(&vm, &source_config(), slow(), |stage| {
+        wait_for_handover(stage);
+        let way = Route::To(stage.shaper.addr().to_string().parse().unwrap());
+        let lack = lack();
+        stage.session.recover(way);
+        wait_until("the loss", || {
+            let loss = stage.session.status().last_loss;
+            loss.is_some_and(|loss| loss.contains(why))
+        });
+        std::thread::sleep(Duration::from_millis(300));
+        let (here, there) = (stage.session.status(), stage.destination.status());
+        assert_eq!((here.stage, there.stage), ("handed-over", "running"));
+        assert!(there.pages_left > 0);
+        drop(lack);
+    });
+    assert_whole(&vm, &ends);
+}
+
+#[test]
+fn a_vm_survives_the_loss_of_all_channels_while_no_thread_can_start() {
+    if !runs_in_child() {
+        become_nobody();
+        survives(Lack::of_threads, "cannot start a thread");
+    }
+}
+
+#[test]
+fn a_vm_survives_the_loss_of_all_channels_while_no_file_can_be_opened() {
+    if !runs_in_child() {
+        survives(Lack::of_descriptors, "open files");
+    }
+}
+
+#[test]
+fn channels_of_a_destination_that_can_start_no_thread_are_read_later() {
+    if runs_in_child() {
+        return;
+    }
+    become_nobody();
+    let template = Template::new(Engine::Soft, 1, 8 * MIB);
+    let received = attempt_on(
+        tcp(),
+        &template,
+        None,
+        limits(LONG),
+        |p, vm, destination| {
+            p.start();
+            let shortage = Lack::of_threads();
+            p.close();
+            wait_until("the loss", || !destination.status().connected);
+            p.recover();
+            wait_until("the channels", || destination.status().channels.len() == 2);
+            // The guest runs by its requests alone. None comes while it does not wait.
+            while p.unsent.len() + 8 > template.missing.len() {
+                p.answer(p.request());
+            }
+            let status = destination.status();
+            assert_eq!(status.stage, "running");
+            assert!(
+                status
+                    .channels
+                    .iter()
+                    .any(|channel| channel.role == Role::Bulk)
+            );
+            let why = status.last_loss.unwrap();
+            assert!(why.contains("thread"), "{why}");
+            assert!(vm.threads.failures().is_empty());
+            drop(shortage);
+            p.complete();
+        },
+    );
+    received.outcome.unwrap();
+    received.vm.wait_progress(64);
+    received.vm.assert_verifies();
+}
+
+/// Moves a VM to a machine that lacks memory for some pages for a while.
+fn moves(engine: Engine, delivery: Option<Delivery>) {
+    let source = WorkloadVm::booted(engine, 2, 16 * MIB);
+    source.wait_progress(64);
+    let destination = listen(DestinationConfig {
+        delivery,
+        ..DestinationConfig::default()
+    });
+    let config = SourceConfig {
+        settings: Switch::AfterPasses(0).into(),
+        ..SourceConfig::default()
+    };
+    let to = WorkloadVm::empty(engine, 2, 16 * MIB);
+    let fault = Fault::NoMemory { from: 5, to: 40 };
+    let machine: Arc<dyn Machine> = Arc::new(Failing::new(Arc::clone(&to.machine), fault));
+    let failing = RunningVm {
+        machine: &machine,
+        vcpus: &to.threads,
+        devices: to.running().devices,
+    };
+    std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| receive_as(&failing, &to.resolver, &destination));
+        migrate_to(&source, &address_of(&destination), &config).unwrap();
+        receiver.join().unwrap().unwrap();
+    });
+    to.wait_progress(64);
+    to.assert_verifies();
+}
+
+#[test]
+fn a_host_that_lacks_memory_for_a_while_only_delays_a_vm() {
+    moves(Engine::Soft, None);
+    let test = "a_host_that_lacks_memory_for_a_while_only_delays_a_vm";
+    if kvm_usable(test) {
+        for delivery in kvm_deliveries(test) {
+            moves(Engine::Kvm, Some(delivery));
+        }
+    }
+}
