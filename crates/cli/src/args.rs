@@ -28,6 +28,9 @@ pub(crate) struct Cli {
     /// Log to stderr, with times: off, error, warn, info or debug [default: PAGEFERRY_LOG, or warn]
     #[arg(long, global = true, value_name = "LEVEL", value_parser = Closed::of(&["off", "error", "warn", "info", "debug"], crate::log::level), hide_possible_values = true)]
     pub(crate) log: Option<LevelFilter>,
+    /// For `--detach`: this is the process in the background
+    #[arg(long, hide = true)]
+    pub(crate) detached: bool,
     /// The command.
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -54,7 +57,10 @@ pub(crate) enum Command {
     /// The VM runs until it has been migrated, until `pageferry quit`, or until Ctrl-C. During a
     /// migration, Ctrl-C before the switch-over cancels the migration, and the VM runs on here.
     /// After the switch-over, Ctrl-C ends the command once all pages are sent; a second Ctrl-C
-    /// gives up.
+    /// gives up. While a kernel has the terminal, press Ctrl-] instead of Ctrl-C.
+    ///
+    /// A terminal that closes ends the VM, unless it is being migrated. With --detach, or without a
+    /// terminal, the VM runs on.
     #[command(after_help = EXIT_CODES)]
     Run(RunArgs),
     /// Wait for a VM, receive it and run it
@@ -62,6 +68,9 @@ pub(crate) enum Command {
     /// Prints the address, and listens until a VM has come. The VM runs until `pageferry quit` or
     /// Ctrl-C. If the connections break after the VM started here, it runs on and waits for missing
     /// pages only, until the source has opened new ones. A VM never runs on with wrong pages.
+    ///
+    /// A terminal that closes ends the command, unless a VM is on its way and runs here already. With
+    /// --detach, or without a terminal, the command goes on.
     #[command(after_help = EXIT_CODES)]
     Receive(ReceiveArgs),
     /// Move a VM on this host to another process or host
@@ -85,6 +94,12 @@ pub(crate) enum Command {
     /// migration it prints the state and ends, except at a destination that waits for a VM.
     #[command(after_help = EXIT_CODES)]
     Watch(WatchArgs),
+    /// Attach to the console of a VM on this host
+    ///
+    /// Shows the newest 64 KiB of text, then what the guest writes. What is typed goes to the guest.
+    /// Ctrl-] detaches, and the VM runs on. If standard input is no terminal, all of it is sent.
+    #[command(after_help = EXIT_CODES)]
+    Console(VmArgs),
     /// Pause a VM on this host
     ///
     /// A VM that is paused can be migrated, and arrives paused. During a migration, pause it at the
@@ -590,6 +605,10 @@ pub(crate) struct RunArgs {
     pub(crate) backing: BackingArgs,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
+    /// Go on in the background once the VM runs: print its name, and end with 0. Without --console,
+    /// `pageferry console` shows its console. Messages go on only if standard error is a file
+    #[arg(long)]
+    pub(crate) detach: bool,
     #[command(flatten)]
     pub(crate) metrics: MetricsArgs,
 }
@@ -619,10 +638,11 @@ pub(crate) struct KernelArgs {
     /// The kernel's command line [default: console=hvc0]
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     pub(crate) cmdline: Option<String>,
-    /// The kernel's console: a file, or - for this terminal, where Ctrl-C ends the VM. Text is
-    /// dropped while its reader takes nothing for a second
-    #[arg(long, value_name = "FILE|-", default_value = "-", requires = "kernel", value_parser = console)]
-    pub(crate) console: ConsoleTarget,
+    /// The kernel's console: a file, or - for this terminal. All keys go to the guest, Ctrl-C
+    /// too; Ctrl-] does what Ctrl-C does elsewhere. Text is dropped while its reader takes nothing
+    /// for a second [default: -, or none with --detach]
+    #[arg(long, value_name = "FILE|-", requires = "kernel", value_parser = console)]
+    pub(crate) console: Option<ConsoleTarget>,
 }
 
 /// The place of a guest's console.
@@ -667,12 +687,16 @@ pub(crate) struct ReceiveArgs {
     pub(crate) activated: bool,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
+    /// Go on in the background once it listens: print the address and the VM's name, and end with 0.
+    /// Messages go on only if standard error is a file
+    #[arg(long, conflicts_with_all = ["activated", "json", "child_of"])]
+    pub(crate) detach: bool,
     #[command(flatten)]
     pub(crate) metrics: MetricsArgs,
     #[command(flatten)]
     pub(crate) backing: BackingArgs,
-    /// The console of a guest that has one: a file, or - for this terminal. Without it, the newest
-    /// 64 KiB of text are kept and never shown
+    /// The console of a guest that has one: a file, or - for this terminal, where Ctrl-] does what
+    /// Ctrl-C does elsewhere. Without it, `pageferry console` shows the newest 64 KiB of text
     #[arg(long, value_name = "FILE|-", value_parser = console)]
     pub(crate) console: Option<ConsoleTarget>,
     #[command(flatten)]

@@ -5,19 +5,21 @@
 //! until it takes some again. Dropped bytes are counted and told on stderr.
 //!
 //! **Mechanism.** A thread moves what the guest writes to a [`Sink`]. If the console is the
-//! terminal, another thread sends what the user types. The terminal then neither echoes nor waits
-//! for whole lines, since the guest does that. Ctrl-C still ends the command.
+//! terminal, another thread sends what the user types. The terminal then passes on each key
+//! ([`terminal`](crate::terminal)), since the guest does the rest. Ctrl-] does what Ctrl-C does
+//! without a guest.
 
 use crate::args::ConsoleTarget;
 use crate::exit::{Exit, Failure};
+use crate::keys::{Keys, Passed};
 use crate::output;
+use crate::signals::Interrupts;
 use crate::sink::{Sink, To};
+use crate::terminal::Terminal;
 use pageferry_machine::Console;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
-use rustix::termios::{LocalModes, OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
 use std::fs::File;
-use std::io::{Read, stdin};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -45,16 +47,20 @@ pub(crate) fn lost_bytes() -> u64 {
 pub(crate) struct Shown {
     stop: Arc<AtomicBool>,
     writer: Option<JoinHandle<()>>,
-    /// The terminal's settings from before.
-    terminal: Option<Termios>,
+    /// The terminal, if standard input is one.
+    terminal: Option<Terminal>,
 }
 
 impl Shown {
-    /// Shows `console` at `target`.
+    /// Shows `console` at `target`. On a terminal, Ctrl-] counts as one of `interrupts`.
     ///
     /// # Errors
     /// [`Exit::Usage`] when the file cannot be created, or is a FIFO that nobody reads.
-    pub(crate) fn start(console: &Arc<Console>, target: &ConsoleTarget) -> Result<Self, Failure> {
+    pub(crate) fn start(
+        console: &Arc<Console>,
+        target: &ConsoleTarget,
+        interrupts: &Interrupts,
+    ) -> Result<Self, Failure> {
         let cannot = |e| Failure::os("cannot start the console's thread", e);
         let to = match target {
             ConsoleTarget::Stdio => output::stdout()
@@ -82,12 +88,18 @@ impl Shown {
             terminal: None,
         };
         if *target == ConsoleTarget::Stdio {
-            shown.terminal = take_terminal();
-            let to = Arc::clone(console);
-            // It ends with standard input, or with the process.
+            shown.terminal = Terminal::take();
+            if shown.terminal.is_some() {
+                output::note(
+                    "all keys go to the guest, except Ctrl-], which does what Ctrl-C does elsewhere",
+                );
+            }
+            let (to, interrupts) = (Arc::clone(console), interrupts.clone());
+            let stop = Arc::clone(&shown.stop);
+            // Nobody waits for it, since a read may last for ever.
             std::thread::Builder::new()
                 .name("keys".into())
-                .spawn(move || type_in(&to))
+                .spawn(move || type_in(&to, &interrupts, &stop))
                 .map_err(cannot)?;
         }
         Ok(shown)
@@ -100,9 +112,8 @@ impl Drop for Shown {
         if let Some(writer) = self.writer.take() {
             let _ = writer.join();
         }
-        if let Some(before) = &self.terminal {
-            let _ = tcsetattr(stdin(), OptionalActions::Now, before);
-        }
+        // The text of the guest is out.
+        self.terminal = None;
     }
 }
 
@@ -176,29 +187,14 @@ impl Losses {
     }
 }
 
-/// Lets the guest see each key. Returns the settings from before, if standard input is a terminal.
-fn take_terminal() -> Option<Termios> {
-    if !isatty(stdin()) {
-        return None;
-    }
-    let before = tcgetattr(stdin()).ok()?;
-    let mut keys = before.clone();
-    keys.local_modes
-        .remove(LocalModes::ECHO | LocalModes::ICANON);
-    tcsetattr(stdin(), OptionalActions::Now, &keys).ok()?;
-    Some(before)
-}
-
-/// Sends what the user types.
-fn type_in(console: &Console) {
-    let mut bytes = [0; 1024];
-    while let Ok(read @ 1..) = stdin().lock().read(&mut bytes) {
-        let mut rest = &bytes[..read];
-        while !rest.is_empty() {
-            rest = &rest[console.send(rest)..];
-            if !rest.is_empty() {
-                std::thread::sleep(INTERVAL);
-            }
+/// Sends what the user types, until `stop` holds or standard input ends.
+fn type_in(console: &Console, interrupts: &Interrupts, stop: &AtomicBool) {
+    let mut keys = Keys::new();
+    while !stop.load(Ordering::Acquire) {
+        match keys.pass_on(&mut |bytes| console.send(bytes)) {
+            Passed::On => {}
+            Passed::Left(times) => (0..times).for_each(|_| interrupts.add()),
+            Passed::Ended => return,
         }
     }
 }
@@ -209,6 +205,7 @@ mod tests {
     use crate::scratch::ScratchDir;
     use pageferry_testkit::{LIMIT, wait_until};
     use rustix::fs::{CWD, FileType, Mode, mknodat};
+    use std::io::Read;
 
     #[test]
     fn a_reader_that_stopped_reading_does_not_stop_the_guest() {
@@ -216,7 +213,10 @@ mod tests {
         let path = dir.path().join("console");
         mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         let (console, target) = (Arc::default(), ConsoleTarget::File(path.clone()));
-        let none = Shown::start(&console, &target).err().expect("no reader");
+        let nobody = Interrupts::default();
+        let none = Shown::start(&console, &target, &nobody)
+            .err()
+            .expect("no reader");
         assert_eq!(none.exit, Exit::Usage);
         assert!(none.message.contains("start its reader first"), "{none}");
         let mut reader = File::options()
@@ -224,7 +224,7 @@ mod tests {
             .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
             .open(&path)
             .unwrap();
-        let shown = Shown::start(&console, &target).unwrap();
+        let shown = Shown::start(&console, &target, &nobody).unwrap();
         let mut piece = vec![0; 64 << 10];
         // Before it is read for the first time, a console keeps its newest text alone.
         console.write(b"first");

@@ -12,11 +12,13 @@
 //! a table, JSON or HTML. [`probe`] tests the host.
 //!
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
-//! The crate must not know wire formats, page tables or ioctls. Its only unsafe code takes the
-//! descriptor that a service manager hands over ([`activation`]).
+//! The crate must not know wire formats, page tables or ioctls. Its only unsafe code handles signals
+//! ([`signals`], [`terminal`]) and takes the descriptor that a service manager hands over
+//! ([`activation`]).
 
 mod activation;
 mod args;
+mod attach;
 #[cfg(feature = "bench")]
 mod bench;
 #[cfg(not(feature = "bench"))]
@@ -26,9 +28,11 @@ mod cgroup;
 mod console;
 mod control;
 mod demo;
+mod detach;
 mod exit;
 mod guest_linux;
 mod host;
+mod keys;
 mod limits;
 mod log;
 mod manual;
@@ -51,6 +55,7 @@ mod sink;
 mod size;
 mod sockets;
 mod status;
+mod terminal;
 mod vm;
 mod wall_clock;
 mod watch;
@@ -63,12 +68,9 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let ended = output::start()
-        .and_then(|()| log::start(cli.log))
-        .and_then(|()| dispatch(&cli))
-        .and_then(|()| output::check());
+    let ended = start(&cli).and_then(|code| output::check().map(|()| code));
     let code = match ended {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code.into(),
         Err(failure) => {
             output::error(&failure);
             ExitCode::from(failure.exit as u8)
@@ -78,18 +80,32 @@ fn main() -> ExitCode {
     code
 }
 
+/// Runs the command, here or in the background. Returns the exit code.
+fn start(cli: &Cli) -> Result<u8, Failure> {
+    if cli.detached {
+        detach::begin()?;
+    }
+    output::start()?;
+    if detach::is_asked_for(cli)? {
+        return detach::start();
+    }
+    log::start(cli.log)?;
+    dispatch(cli).map(|()| 0)
+}
+
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
     let owns_vm = matches!(cli.command, Command::Run(_) | Command::Receive(_));
     let interrupts = Interrupts::install(owns_vm)?;
     output::wait_by(&interrupts, owns_vm);
     match &cli.command {
         Command::Demo(args) => demo::demo(args, &interrupts),
-        Command::Run(args) => run::run(args, &interrupts),
-        Command::Receive(args) => receive::receive(args, &interrupts),
+        Command::Run(args) => run::run(args, cli.detached, &interrupts),
+        Command::Receive(args) => receive::receive(args, cli.detached, &interrupts),
         Command::Migrate(args) => migrate::migrate(args, &interrupts),
         Command::List(args) => sockets::list(args, &interrupts),
         Command::Status(args) => status::status(args, &interrupts),
         Command::Watch(args) => watch::watch(args, &interrupts),
+        Command::Console(args) => attach::attach(args, &interrupts),
         Command::Pause(args) => status::pause(args, &interrupts),
         Command::Resume(args) => status::resume(args, &interrupts),
         Command::Verify(args) => status::verify(args, &interrupts),

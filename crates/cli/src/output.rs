@@ -5,8 +5,8 @@
 //! there. Any other command waits for the reader of its results, until the user ends it. Lines and
 //! the refreshed line of the progress leave each other whole on a terminal.
 //!
-//! A reader that has gone away is no failure of a command whose work is done. Any other failed
-//! write of a result is a failure, and the command ends with it ([`check`]).
+//! A reader or a terminal that has gone away is no failure of a command whose work is done. Any
+//! other failed write of a result is a failure, and the command ends with it ([`check`]).
 //!
 //! **Mechanism.** Each stream has a [`Sink`]. A panic is counted and told on stderr ([`defects`]).
 
@@ -146,8 +146,9 @@ pub(crate) fn check() -> Result<(), Failure> {
         false => interrupts.any(),
     });
     match stdout.first_error() {
-        // The command's work is done.
+        // The command's work is done. A terminal that has closed fails with EIO.
         Some(Errno::PIPE) => Ok(()),
+        Some(Errno::IO) if is_terminal() => Ok(()),
         Some(why) => Err(Failure::os("cannot write the result to stdout", why)),
         None if !all && !owns_vm => Err(Failure::new(
             Exit::Cancelled,
@@ -159,6 +160,12 @@ pub(crate) fn check() -> Result<(), Failure> {
         )),
         None => Ok(()),
     }
+}
+
+/// Whether stdout is a terminal, even one that has closed: isatty(3) denies that.
+fn is_terminal() -> bool {
+    let kind = |out: rustix::fs::Stat| rustix::fs::FileType::from_raw_mode(out.st_mode);
+    rustix::fs::fstat(std::io::stdout()).is_ok_and(|out| kind(out).is_char_device())
 }
 
 /// Gives the reader of stderr a moment for the last lines. The process then ends.

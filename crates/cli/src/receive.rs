@@ -16,7 +16,7 @@ use crate::report::{Conditions, Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
 use crate::vm::{GuestDescription, PAUSE_LIMIT, Vm, check_backing};
-use crate::{size, sockets};
+use crate::{detach, size, sockets};
 use pageferry_machine::{EngineChoice, kvm};
 use pageferry_migration::{
     ChannelError, Destination, DestinationConfig, DestinationFailure, DestinationReport,
@@ -27,11 +27,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 
 /// Waits for a VM, receives it, and runs it until somebody asks for the end. If a source fails
-/// before the switch-over, the command reports that and waits for the next one.
+/// before the switch-over, the command reports that and waits for the next one. When it listens, a
+/// `detached` process leaves the command that started it.
 ///
 /// # Errors
 /// The reason why no VM came; [`Exit::LinkLost`] when one came in part.
-pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+pub(crate) fn receive(
+    args: &ReceiveArgs,
+    detached: bool,
+    interrupts: &Interrupts,
+) -> Result<(), Failure> {
     if let Some(parent) = args.child_of {
         end_with(parent)?;
     }
@@ -39,11 +44,14 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
     args.backing.backing.check(0)?;
     let (host, jobs) = Host::new();
     let (control, name) = (args.place.control.as_deref(), args.place.name.as_deref());
-    let server = sockets::path_for(control, name)
-        .and_then(|path| Server::start(&path, Arc::new(HostService(Arc::clone(&host)))));
+    let server = sockets::path_for(control, name).and_then(|path| {
+        let server = Server::start(&path, Arc::new(HostService(Arc::clone(&host))))?;
+        Ok((server, path))
+    });
     let server = match server {
         Ok(server) => Some(server),
-        Err(why) if control.is_some() || name.is_some() => return Err(why),
+        // A process in the background can be reached in no other way.
+        Err(why) if control.is_some() || name.is_some() || detached => return Err(why),
         Err(why) => {
             output::note(&format!("no control socket: {why}"));
             None
@@ -57,10 +65,13 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
         // Now, and not while a source waits.
         kvm::delivery_trials();
     }
+    if let Some((_, path)) = &server {
+        detach::ready(detached, path, control.is_none())?;
+    }
     let feed = Feed::new();
     let there = Arc::downgrade(&destination);
     feed.measure(move || Rates::of(&there.upgrade()?.status()));
-    let mut console = None;
+    let mut console: Option<Shown> = None;
     loop {
         let Some(incoming) = accept(&destination, &host, args, interrupts)? else {
             // `quit` came over the control socket: this is the requested end.
@@ -80,6 +91,8 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
             }
             Err(failure) => failure,
         };
+        // No guest needs the terminal's keys any more, and Ctrl-C must end the command.
+        console = None;
         match host.activity() {
             Activity::Waiting if goes_on(args, &host, interrupts) => {
                 host.set_sampler(None);
@@ -103,7 +116,12 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
 
 /// Whether a destination whose source failed waits for the next one. A demo has only one source.
 fn goes_on(args: &ReceiveArgs, host: &Host, interrupts: &Interrupts) -> bool {
-    args.child_of.is_none() && !interrupts.any() && !host.quits()
+    args.child_of.is_none() && !is_asked_to_stop(host, interrupts)
+}
+
+/// Whether a destination without a VM must not wait for one.
+fn is_asked_to_stop(host: &Host, interrupts: &Interrupts) -> bool {
+    interrupts.any() || interrupts.hung_up() || host.quits()
 }
 
 /// Listens for sources.
@@ -134,7 +152,7 @@ fn accept(
     args: &ReceiveArgs,
     interrupts: &Interrupts,
 ) -> Result<Option<Incoming>, Failure> {
-    let stop = || interrupts.any() || host.quits();
+    let stop = || is_asked_to_stop(host, interrupts);
     loop {
         match destination.accept(&stop) {
             Ok(incoming) => return Ok(Some(incoming)),
@@ -348,7 +366,7 @@ fn take_in(
     };
     host.set_vm(Some(&vm));
     *console = match (vm.console(), &args.console) {
-        (Some(from), Some(target)) => match Shown::start(from, target) {
+        (Some(from), Some(target)) => match Shown::start(from, target, stops.interrupts()) {
             Ok(shown) => Some(shown),
             Err(failure) => {
                 incoming.refuse(&failure.message);
@@ -488,6 +506,7 @@ fn wait(
         finishing: &|| {
             feed.note("the VM is here and nowhere else: it ends when all of it is here (again: end it now)");
         },
+        hangup_cancels: true,
     };
     wait_for_outcome(outcome, stops, &answers)
         .map_err(|none| none.failure("the VM ran here, and ends here with pages missing"))

@@ -1,6 +1,6 @@
 //! `pageferry run`: a VM that can be migrated away.
 
-use crate::args::{KernelArgs, RunArgs};
+use crate::args::{ConsoleTarget, KernelArgs, RunArgs};
 use crate::console::Shown;
 use crate::control::server::Server;
 use crate::exit::{Exit, Failure};
@@ -8,7 +8,7 @@ use crate::host::{Activity, Ended, Host, HostService};
 use crate::output;
 use crate::signals::Interrupts;
 use crate::vm::{GuestDescription, Vm, check_backing};
-use crate::{size, sockets};
+use crate::{detach, size, sockets};
 use pageferry_machine::{Engine, EngineChoice, Linux};
 use pageferry_migration::read_regular_file;
 use std::io::ErrorKind;
@@ -18,11 +18,12 @@ use std::sync::Arc;
 /// The kernel's command line if the user gives none.
 const COMMAND_LINE: &str = "console=hvc0";
 
-/// Runs a VM until it has left, has shut down, or somebody asks for its end.
+/// Runs a VM until it has left, has shut down, or somebody asks for its end. When it runs, a
+/// `detached` process leaves the command that started it.
 ///
 /// # Errors
 /// The reason why the VM does not run.
-pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+pub(crate) fn run(args: &RunArgs, detached: bool, interrupts: &Interrupts) -> Result<(), Failure> {
     let (vcpus, memory) = (args.machine.vcpus, args.machine.memory);
     let kernel = Kernel::of_args(&args.kernel, memory)?;
     let (guest, because) = match &kernel {
@@ -43,8 +44,12 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
     let server = Server::start(&control, Arc::new(HostService(Arc::clone(&host))))?;
     let _metrics = crate::metrics::serve(&args.metrics, &host)?;
     let vm = Arc::new(Vm::create(&guest, backing, None)?);
-    let console = match (&kernel, vm.console()) {
-        (Some(_), Some(console)) => Some(Shown::start(console, &args.kernel.console)?),
+    let target = match &args.kernel.console {
+        Some(target) => Some(target),
+        None => (!detached).then_some(&ConsoleTarget::Stdio),
+    };
+    let console = match (&kernel, vm.console(), target) {
+        (Some(_), Some(console), Some(target)) => Some(Shown::start(console, target, interrupts)?),
         _ => None,
     };
     match &kernel {
@@ -62,6 +67,7 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
         guest.engine(),
         control.display()
     ));
+    detach::ready(detached, &control, args.place.control.is_none())?;
     let ended = host.keep(&jobs, interrupts)?;
     drop(server);
     drop(console);

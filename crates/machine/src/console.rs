@@ -4,6 +4,9 @@
 //! order. While nobody has read, the newest 64 KiB are kept. Once there is a reader, no byte is
 //! dropped: a full queue takes no more, and the guest writes again later.
 //!
+//! The newest 64 KiB of all text also stay for those who look on. They never hold the guest up: a
+//! slow one misses the oldest text.
+//!
 //! **Mechanism.** The console is a [`Device`]: what was typed and not yet read travels with the VM.
 //! What the guest has written stays where it was written, since its reader is there.
 
@@ -32,6 +35,10 @@ pub struct Console {
 struct Queues {
     /// From the guest.
     output: VecDeque<u8>,
+    /// The newest text from the guest, read or not.
+    newest: VecDeque<u8>,
+    /// The number of bytes that the guest has written in all.
+    total: u64,
     /// To the guest.
     input: VecDeque<u8>,
     /// Whether somebody has read.
@@ -62,6 +69,10 @@ impl Console {
         };
         let newest = taken.saturating_sub(Self::CAPACITY);
         queues.output.extend(&bytes[newest..taken]);
+        let surplus = (queues.newest.len() + taken - newest).saturating_sub(Self::CAPACITY);
+        queues.newest.drain(..surplus);
+        queues.newest.extend(&bytes[newest..taken]);
+        queues.total += taken as u64;
         drop(queues);
         self.written.notify_all();
         taken
@@ -82,6 +93,38 @@ impl Console {
             queues = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         std::mem::take(&mut queues.output).into()
+    }
+
+    /// Returns what the guest has written behind its first `position` bytes, and the position behind
+    /// that. Waits for text, for `limit` at most. Bytes that are older than the newest
+    /// [`CAPACITY`](Self::CAPACITY) are left out. A caller that looks on is no reader.
+    ///
+    /// ```
+    /// use pageferry_machine::Console;
+    /// use std::time::Duration;
+    ///
+    /// let console = Console::default();
+    /// console.write(b"hello");
+    /// assert_eq!(console.text_since(0, Duration::ZERO), (b"hello".to_vec(), 5));
+    /// assert_eq!(console.text_since(4, Duration::ZERO), (b"o".to_vec(), 5));
+    /// assert_eq!(console.read(Duration::ZERO), b"hello");
+    /// ```
+    #[must_use]
+    pub fn text_since(&self, position: u64, limit: Duration) -> (Vec<u8>, u64) {
+        let deadline = Instant::now() + limit;
+        let mut queues = self.queues();
+        while queues.total <= position {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return (Vec::new(), position);
+            }
+            let waited = self.written.wait_timeout(queues, left);
+            queues = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let kept = queues.newest.len();
+        let behind = usize::try_from(queues.total - position).unwrap_or(usize::MAX);
+        let text = queues.newest.range(kept - behind.min(kept)..).copied();
+        (text.collect(), queues.total)
     }
 
     /// Sends text to the guest. Returns the number of bytes for which there was room. There is none
@@ -181,6 +224,44 @@ mod tests {
         assert_eq!(console.write(&[3; 10]), 0);
         assert_eq!(console.read(NOW).len(), Console::CAPACITY);
         assert_eq!(console.write(&[3; 10]), 10);
+    }
+
+    #[test]
+    fn those_who_look_on_see_the_newest_text_and_hold_nobody_up() {
+        let console = Console::default();
+        let (text, end) = console.text_since(0, NOW);
+        assert_eq!((text.len(), end), (0, 0));
+        assert_eq!(console.write(&[1; 50_000]), 50_000);
+        assert_eq!(console.read(NOW).len(), 50_000, "this is a reader");
+        assert_eq!(console.text_since(0, NOW), (vec![1; 50_000], 50_000));
+        assert_eq!(console.write(&[2; 50_000]), 50_000);
+        let (text, end) = console.text_since(0, NOW);
+        assert_eq!((text.len(), end), (Console::CAPACITY, 100_000));
+        assert_eq!(text[Console::CAPACITY - 50_001..][..2], [1, 2]);
+        let (text, _) = console.text_since(99_998, NOW);
+        assert_eq!(text, [2, 2]);
+        assert!(console.text_since(100_000, NOW).0.is_empty());
+        // What the full queue did not take is written again, and counts then.
+        assert_eq!(console.write(&[3; 50_000]), Console::CAPACITY - 50_000);
+        let (text, end) = console.text_since(100_000, NOW);
+        assert_eq!(text.len(), Console::CAPACITY - 50_000);
+        assert_eq!(end, 100_000 + text.len() as u64);
+        // More at once than all that stays, while there is no reader.
+        let console = Console::default();
+        assert_eq!(console.write(&[4; 100_000]), 100_000);
+        let (text, end) = console.text_since(0, NOW);
+        assert_eq!((text.len(), end), (Console::CAPACITY, 100_000));
+        assert_eq!(console.text_since(u64::MAX, NOW), (Vec::new(), u64::MAX));
+    }
+
+    #[test]
+    fn one_who_looks_on_waits_for_text() {
+        let console = Console::default();
+        std::thread::scope(|scope| {
+            scope.spawn(|| console.write(b"late"));
+            let (text, end) = console.text_since(0, Duration::from_secs(60));
+            assert_eq!((text.as_slice(), end), (&b"late"[..], 4));
+        });
     }
 
     #[test]

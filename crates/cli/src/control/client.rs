@@ -96,6 +96,21 @@ impl Client {
         }
     }
 
+    /// Attaches to the console. Returns the connection, which carries text and keys from now on, and
+    /// the text that came already.
+    ///
+    /// # Errors
+    /// As [`Client::call`].
+    pub(crate) fn attach(
+        mut self,
+        limit: Duration,
+        interrupts: &Interrupts,
+    ) -> Result<(UnixStream, Vec<u8>), Failure> {
+        let stop = || interrupts.any();
+        self.call(&Request::Console, limit, &stop, &mut |_| {})?;
+        Ok((self.stream, self.lines.into_rest()))
+    }
+
     fn gone(&self, why: &str) -> Failure {
         Failure::new(
             Exit::NoVm,

@@ -40,6 +40,11 @@ impl LineReader {
         }
     }
 
+    /// The bytes that were read behind the last line.
+    pub(crate) fn into_rest(self) -> Vec<u8> {
+        self.buffer
+    }
+
     /// The next line without its newline.
     pub(crate) fn next(&mut self, stop: &dyn Fn() -> bool) -> Result<Vec<u8>, NoLine> {
         loop {

@@ -61,6 +61,8 @@ pub(crate) enum Request {
         #[serde(default)]
         resume_here: bool,
     },
+    /// Attach to the guest's console. After the result the connection carries bytes.
+    Console,
     /// Return the report of the migration that brought the VM here.
     Report,
     /// End the VM.

@@ -1,10 +1,11 @@
 //! The VM's side of its control socket.
 
-use super::MAX_REQUEST_BYTES;
 use super::line::{LineReader, NoLine};
 use super::protocol::{Event, Line, Request, parse_request};
+use super::{MAX_ATTACHED, MAX_REQUEST_BYTES, attached};
 use crate::exit::{Exit, Failure};
 use crate::scratch::SocketFile;
+use pageferry_machine::Console;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 use std::io::{ErrorKind, Write};
@@ -12,7 +13,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 /// The interval at which threads here check whether they should end.
 const POLL: Duration = Duration::from_millis(50);
 /// The time limit for a client to read an answer, before it is dropped.
-const WRITE_LIMIT: Duration = Duration::from_secs(2);
+pub(super) const WRITE_LIMIT: Duration = Duration::from_secs(2);
 /// The maximum number of clients served at once.
 const MAX_CLIENTS: usize = 16;
 /// A client that has been idle for this long may be dropped in favour of another.
@@ -33,6 +34,12 @@ pub(crate) trait Service: Send + Sync {
     /// # Errors
     /// The failure for the client, with the class of its exit.
     fn serve(&self, request: Request, event: &mut dyn FnMut(Event)) -> Result<Value, Failure>;
+
+    /// The console of the guest that is here now.
+    ///
+    /// # Errors
+    /// The failure for the client, if there is none.
+    fn console(&self) -> Result<Arc<Console>, Failure>;
 }
 
 /// A listener that is served until this is dropped. Dropping removes the socket's file, if there is
@@ -177,6 +184,7 @@ impl Idle {
 
 fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<AtomicBool>) {
     let mut clients: Vec<Client> = Vec::new();
+    let attached = Arc::new(AtomicUsize::new(0));
     while !stop.load(Ordering::Acquire) {
         let Ok((stream, _)) = listener.accept() else {
             // No client, or no free descriptor at the moment: poll again later.
@@ -188,6 +196,7 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<Atomic
             continue;
         }
         let (service, stop) = (Arc::clone(service), Arc::clone(stop));
+        let attached = Arc::clone(&attached);
         let Ok(idle) = Idle::new(&stream) else {
             continue;
         };
@@ -195,7 +204,7 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<Atomic
         let thread = std::thread::Builder::new()
             .name("client".into())
             .spawn(move || {
-                serve_client(stream, service.as_ref(), &ours, &stop);
+                serve_client(stream, service.as_ref(), &ours, &stop, &attached);
                 // `Idle` has the connection too, and outlives this thread.
                 ours.shutdown();
             });
@@ -242,7 +251,11 @@ fn refuse_client(mut stream: UnixStream) {
 }
 
 /// Writes all of `bytes` within `limit`. A client that reads a byte from time to time gets no more.
-fn write_within(stream: &mut UnixStream, mut bytes: &[u8], limit: Duration) -> std::io::Result<()> {
+pub(super) fn write_within(
+    mut stream: &UnixStream,
+    mut bytes: &[u8],
+    limit: Duration,
+) -> std::io::Result<()> {
     let deadline = Instant::now() + limit;
     while !bytes.is_empty() {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -260,12 +273,18 @@ fn write_within(stream: &mut UnixStream, mut bytes: &[u8], limit: Duration) -> s
 }
 
 /// Serves one client until it leaves, violates the protocol, or the server ends.
-fn serve_client(stream: UnixStream, service: &dyn Service, idle: &Idle, stop: &AtomicBool) {
+fn serve_client(
+    stream: UnixStream,
+    service: &dyn Service,
+    idle: &Idle,
+    stop: &AtomicBool,
+    attached: &AtomicUsize,
+) {
     let prepared = stream
         .set_nonblocking(false)
         .and_then(|()| stream.set_read_timeout(Some(POLL)))
         .and_then(|()| stream.try_clone());
-    let Ok(mut writer) = prepared else { return };
+    let Ok(writer) = prepared else { return };
     let mut lines = LineReader::new(stream, MAX_REQUEST_BYTES);
     loop {
         let line = match lines.next(&|| stop.load(Ordering::Acquire)) {
@@ -276,7 +295,7 @@ fn serve_client(stream: UnixStream, service: &dyn Service, idle: &Idle, stop: &A
                 );
                 let failure = Failure::new(Exit::Usage, message);
                 let line = Line::Error((&failure).into()).to_bytes();
-                let _ = write_within(&mut writer, &line, WRITE_LIMIT);
+                let _ = write_within(&writer, &line, WRITE_LIMIT);
                 return;
             }
             Err(NoLine::Closed | NoLine::CutOff | NoLine::Stopped | NoLine::Io(_)) => return,
@@ -285,10 +304,23 @@ fn serve_client(stream: UnixStream, service: &dyn Service, idle: &Idle, stop: &A
         // A vanished client gets no more events. Its request is carried out nevertheless.
         let mut there = true;
         let mut tell = |line: Line| {
-            there = there && write_within(&mut writer, &line.to_bytes(), WRITE_LIMIT).is_ok();
+            there = there && write_within(&writer, &line.to_bytes(), WRITE_LIMIT).is_ok();
         };
-        let outcome = parse_request(&line)
-            .and_then(|request| service.serve(request, &mut |e| tell(Line::Event(e))));
+        let request = parse_request(&line);
+        if matches!(request, Ok(Request::Console)) {
+            match Attached::begin(service, attached) {
+                Ok(console) => {
+                    tell(Line::Result(serde_json::json!({"state": "attached"})));
+                    console.serve(&writer, lines.into_rest(), service, stop);
+                    return;
+                }
+                Err(failure) => tell(Line::Error((&failure).into())),
+            }
+            idle.set(Some(Instant::now()));
+            continue;
+        }
+        let outcome =
+            request.and_then(|request| service.serve(request, &mut |e| tell(Line::Event(e))));
         tell(match outcome {
             Ok(value) => Line::Result(value),
             Err(failure) => Line::Error((&failure).into()),
@@ -297,6 +329,42 @@ fn serve_client(stream: UnixStream, service: &dyn Service, idle: &Idle, stop: &A
             return;
         }
         idle.set(Some(Instant::now()));
+    }
+}
+
+/// A place among the clients that are attached to the console.
+struct Attached<'a> {
+    console: Arc<Console>,
+    number: &'a AtomicUsize,
+}
+
+impl<'a> Attached<'a> {
+    fn begin(service: &dyn Service, number: &'a AtomicUsize) -> Result<Self, Failure> {
+        let console = service.console()?;
+        let attached = Self { console, number };
+        // A counter alone, which orders nothing else.
+        if number.fetch_add(1, Ordering::Relaxed) >= MAX_ATTACHED {
+            let message = format!(
+                "{MAX_ATTACHED} clients are attached to the console already; detach one by Ctrl-]"
+            );
+            return Err(Failure::new(Exit::NoVm, message));
+        }
+        Ok(attached)
+    }
+
+    /// Serves the client until it leaves, the server ends, or the VM is another one.
+    fn serve(&self, stream: &UnixStream, keys: Vec<u8>, service: &dyn Service, stop: &AtomicBool) {
+        let is_over = || {
+            let now = service.console();
+            stop.load(Ordering::Acquire) || !now.is_ok_and(|now| Arc::ptr_eq(&now, &self.console))
+        };
+        attached::serve(stream, &self.console, keys, &is_over);
+    }
+}
+
+impl Drop for Attached<'_> {
+    fn drop(&mut self) {
+        self.number.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -321,11 +389,15 @@ mod tests {
             self.all.wait();
             Ok(Value::Null)
         }
+
+        fn console(&self) -> Result<Arc<Console>, Failure> {
+            Err(Failure::new(Exit::NoVm, "no console"))
+        }
     }
 
     #[test]
     fn a_client_that_reads_a_byte_from_time_to_time_is_dropped_in_time() {
-        let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
         let limit = Duration::from_millis(300);
         let reader = std::thread::spawn(move || {
             while matches!(std::io::Read::read(&mut theirs, &mut [0; 4096]), Ok(1..)) {
@@ -333,7 +405,7 @@ mod tests {
             }
         });
         let began = Instant::now();
-        let error = write_within(&mut ours, &vec![b'x'; 64 << 20], limit).unwrap_err();
+        let error = write_within(&ours, &vec![b'x'; 64 << 20], limit).unwrap_err();
         let expected = [ErrorKind::TimedOut, ErrorKind::WouldBlock];
         assert!(expected.contains(&error.kind()), "{error}");
         assert!(began.elapsed() >= limit && began.elapsed() < LIMIT);

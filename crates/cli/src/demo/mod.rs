@@ -301,6 +301,7 @@ fn move_away(
             session.cancel();
         },
         finishing: &|| feed.note(FINISHING),
+        hangup_cancels: true,
     };
     let mut stops = StopRequests::new(interrupts, None);
     match wait_for_outcome(&outcome, &mut stops, &answers) {

@@ -1,7 +1,7 @@
 //! The main thread of a host: it waits for jobs and for the end.
 
-use super::state::{Host, Jobs};
-use super::wait::StopRequests;
+use super::state::{Activity, Host, Jobs};
+use super::wait::{Stop, StopRequests};
 use crate::exit::{Exit, Failure};
 use crate::signals::Interrupts;
 use pageferry_machine::{Reset, ResetKind};
@@ -70,7 +70,12 @@ impl Host {
         loop {
             // A `quit` that cancelled a migration still ends the VM. For a signal, the cancellation
             // was the answer.
-            if self.quits() || stops.take().is_some() {
+            let asked = match stops.take() {
+                // A migration was asked for, and its job is about to come.
+                Some(Stop::Hangup) => self.activity() == Activity::Here,
+                stop => stop.is_some(),
+            };
+            if self.quits() || asked {
                 return Ok(Ended::Asked);
             }
             if let Some(vm) = self.vm() {

@@ -96,7 +96,7 @@ impl Host {
                     output::note(&format!(
                         "{failure}; the VM and all its pages are kept, paused, until `pageferry quit` or Ctrl-C"
                     ));
-                    while stops.take().is_none() {
+                    while stops.take_on_purpose().is_none() {
                         // `abandon --resume-here` runs the copy here.
                         if self.activity() == Activity::Here {
                             return Ok(None);
@@ -119,15 +119,17 @@ impl Host {
             switched_over: &|| matches!(self.activity(), Activity::Leaving(phase) if has_switched_over(phase)),
             cancel: &|stop| {
                 output::note(match stop {
-                    Stop::Signal if self.is_paused() == Some(true) => {
+                    Stop::Signal | Stop::Hangup if self.is_paused() == Some(true) => {
                         "cancelling the migration; the VM stays here, paused"
                     }
-                    Stop::Signal => "cancelling the migration; the VM runs on here",
+                    Stop::Signal | Stop::Hangup => "cancelling the migration; the VM runs on here",
                     Stop::Quit => "cancelling the migration; then the VM ends, as `quit` asks",
                 });
                 session.cancel();
             },
             finishing: &|| output::note(FINISHING),
+            // This copy is the only one.
+            hangup_cancels: false,
         };
         wait_for_outcome(outcome, stops, &answers)
     }

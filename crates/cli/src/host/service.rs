@@ -16,6 +16,7 @@ use crate::progress::{Feed, Update};
 use crate::report::{Report, Verified};
 use crate::signals::Interrupts;
 use crate::vm::{PAUSE_LIMIT, Vm};
+use pageferry_machine::Console;
 use pageferry_migration::address::Address;
 use pageferry_migration::{
     Phase, Route, SettingsError, SourceFailure, SourceSession, SourceVm, TLS_VERSION, check,
@@ -83,12 +84,23 @@ impl Service for HostService {
             Request::Cancel => host.cancel(),
             Request::Recover { to, listen } => host.recover(to.as_deref(), listen.as_deref()),
             Request::Abandon { resume_here } => host.abandon(resume_here),
+            // The connection to the console is the server's.
+            Request::Console => self.console().map(|_| Value::Null),
             Request::Report => host.report(),
             Request::Quit => {
                 host.ask_to_quit();
                 Ok(json!({"state": "ending"}))
             }
         }
+    }
+
+    fn console(&self) -> Result<Arc<Console>, Failure> {
+        let vm = self.0.vm();
+        let vm = vm.ok_or_else(|| refuse("there is no VM here yet"))?;
+        // A machine may have a console that its guest does not know.
+        let console = vm.console().filter(|_| vm.workload().is_none());
+        let none = "the guest has no console: only a kernel (`run --kernel`) has one";
+        console.cloned().ok_or_else(|| refuse(none))
     }
 }
 

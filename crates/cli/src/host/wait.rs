@@ -2,13 +2,15 @@
 //!
 //! **Guarantee.** Each request to stop is answered once. Before the switch-over it cancels the
 //! migration. After the switch-over the first request is answered that the rest follows, and the
-//! second one abandons the migration. An answered request has no later effect.
+//! second one abandons the migration. An answered request has no later effect. A terminal that
+//! closes throws no VM away: it only cancels a migration at a destination that does not run yet.
 //!
 //! **Mechanism.** Signals and `quit` are counted. [`StopRequests`] remembers how many were
 //! answered.
 
 use super::state::Host;
 use crate::exit::{Exit, Failure};
+use crate::output;
 use crate::signals::Interrupts;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -20,6 +22,8 @@ pub(crate) enum Stop {
     Signal,
     /// `quit` on the control socket: the VM must end.
     Quit,
+    /// The terminal of the process has closed.
+    Hangup,
 }
 
 /// The requests to stop that were not answered yet.
@@ -28,6 +32,7 @@ pub(crate) struct StopRequests<'a> {
     host: Option<&'a Host>,
     /// The numbers of signals and of `quit` requests that were answered.
     answered: (u32, u32),
+    hangup_answered: bool,
 }
 
 impl<'a> StopRequests<'a> {
@@ -37,7 +42,13 @@ impl<'a> StopRequests<'a> {
             interrupts,
             host,
             answered: (0, 0),
+            hangup_answered: false,
         }
+    }
+
+    /// The signals among the requests.
+    pub(crate) const fn interrupts(&self) -> &'a Interrupts {
+        self.interrupts
     }
 
     fn received(&self) -> (u32, u32) {
@@ -54,6 +65,9 @@ impl<'a> StopRequests<'a> {
         } else if now.0 > self.answered.0 {
             self.answered.0 += 1;
             Some(Stop::Signal)
+        } else if self.interrupts.hung_up() && !self.hangup_answered {
+            self.hangup_answered = true;
+            Some(Stop::Hangup)
         } else {
             None
         }
@@ -64,9 +78,26 @@ impl<'a> StopRequests<'a> {
         self.answered = self.received();
     }
 
-    /// Waits for the next request.
+    /// As [`StopRequests::take`], for a process that keeps the VM though its terminal closes.
+    pub(crate) fn take_on_purpose(&mut self) -> Option<Stop> {
+        match self.take() {
+            Some(Stop::Hangup) => {
+                self.forget_hangup();
+                None
+            }
+            stop => stop,
+        }
+    }
+
+    /// Keeps the VM though the terminal has closed, unless that happens again.
+    fn forget_hangup(&mut self) {
+        self.hangup_answered = false;
+        self.interrupts.forget_hangup();
+    }
+
+    /// Waits for the next request that does not come from a closed terminal.
     pub(crate) fn wait_for_next(&mut self) {
-        while self.take().is_none() {
+        while self.take_on_purpose().is_none() {
             std::thread::sleep(Interrupts::POLL);
         }
     }
@@ -80,6 +111,9 @@ pub(crate) struct Answers<'a> {
     pub(crate) cancel: &'a dyn Fn(Stop),
     /// Prints that the first request after the switch-over lets the migration finish.
     pub(crate) finishing: &'a dyn Fn(),
+    /// Whether a closed terminal cancels the migration before the switch-over: at a destination,
+    /// whose copy is not the only one.
+    pub(crate) hangup_cancels: bool,
 }
 
 /// The reason why a migration gave no outcome.
@@ -147,7 +181,11 @@ pub(crate) fn wait_for_outcome<T>(
             Err(RecvTimeoutError::Disconnected) => return Err(NoOutcome::ThreadDied),
         }
         let Some(stop) = stops.take() else { continue };
-        if !(answers.switched_over)() {
+        let over = (answers.switched_over)();
+        if stop == Stop::Hangup && (over || !answers.hangup_cancels) {
+            stops.forget_hangup();
+            output::note("the terminal was closed: the migration goes on, and so does the VM");
+        } else if !over {
             // One cancellation answers all of them: none may end a VM that runs on.
             stops.forget();
             (answers.cancel)(stop);
@@ -193,6 +231,7 @@ mod tests {
             switched_over: &|| true,
             cancel: &|_| unreachable!("it is too late"),
             finishing: &|| told.set(told.get() + 1),
+            hangup_cancels: false,
         };
         let ended = wait_for_outcome(&outcome, &mut stops, &answers);
         assert_eq!((ended, told.get()), (Err(NoOutcome::Abandoned), 1));
@@ -213,6 +252,7 @@ mod tests {
                 sender.send(()).unwrap();
             },
             finishing: &|| unreachable!("it was cancelled"),
+            hangup_cancels: false,
         };
         assert_eq!(wait_for_outcome(&outcome, &mut stops, &answers), Ok(()));
         assert_eq!((told.get(), stops.take()), (1, None));
@@ -235,9 +275,49 @@ mod tests {
                 told.set(told.get() + 1);
                 interrupts.add();
             },
+            hangup_cancels: false,
         };
         let ended = wait_for_outcome(&outcome, &mut stops, &answers);
         assert_eq!((ended, told.get()), (Err(NoOutcome::Abandoned), 1));
+    }
+
+    /// A closed terminal is told several times: by the kernel, by the shell and by the terminal.
+    #[test]
+    fn a_closed_terminal_abandons_nothing() {
+        for (over, cancels) in [(true, true), (true, false), (false, false), (false, true)] {
+            let interrupts = Interrupts::default();
+            let mut stops = StopRequests::new(&interrupts, None);
+            let (sender, outcome) = channel();
+            let cancelled = Cell::new(0);
+            let answers = Answers {
+                switched_over: &|| over,
+                cancel: &|stop| {
+                    assert_eq!(stop, Stop::Hangup);
+                    cancelled.set(cancelled.get() + 1);
+                },
+                finishing: &|| panic!("nobody asked for that"),
+                hangup_cancels: cancels,
+            };
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    for _ in 0..5 {
+                        interrupts.hang_up();
+                        std::thread::sleep(2 * Interrupts::POLL);
+                    }
+                    sender.send(()).unwrap();
+                });
+                assert_eq!(wait_for_outcome(&outcome, &mut stops, &answers), Ok(()));
+            });
+            assert_eq!(cancelled.get(), u32::from(!over && cancels), "once");
+            // Only what was answered by a cancellation asks for the end of the process.
+            if cancelled.get() == 0 {
+                let mut later = StopRequests::new(&interrupts, None);
+                assert_eq!(later.take_on_purpose(), None);
+                assert!(!interrupts.hung_up());
+            } else {
+                assert!(interrupts.hung_up());
+            }
+        }
     }
 
     #[test]
@@ -250,6 +330,7 @@ mod tests {
             switched_over: &|| true,
             cancel: &|_| {},
             finishing: &|| {},
+            hangup_cancels: false,
         };
         let ended = wait_for_outcome(&outcome, &mut stops, &answers);
         assert_eq!(ended, Err(NoOutcome::ThreadDied));

@@ -18,12 +18,12 @@ const T0: u32 = 5;
 const T1: u32 = 6;
 const T2: u32 = 7;
 
-fn print(text: &str) -> Vec<u32> {
+pub(crate) fn print(text: &str) -> Vec<u32> {
     let byte = |byte: u8| call(DBCN, 2, &[byte.into()]);
     text.bytes().flat_map(byte).collect()
 }
 
-fn end(failure: bool) -> Vec<u32> {
+pub(crate) fn end(failure: bool) -> Vec<u32> {
     call(SRST, 0, &[0, failure.into()])
 }
 

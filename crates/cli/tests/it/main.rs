@@ -13,9 +13,11 @@ mod bench_linux;
 #[cfg(feature = "bench")]
 mod bench_postcopy_latency;
 mod check;
+mod console;
 mod control;
 mod cpus;
 mod demo;
+mod detach;
 mod interrupts;
 #[cfg_attr(
     not(feature = "bench"),
@@ -40,6 +42,7 @@ mod service_filter;
 mod set;
 mod sizes;
 mod support;
+mod terminal;
 mod trust;
 mod two_hosts;
 mod two_processes;

@@ -2,11 +2,13 @@
 //! command beside a VM ends with its exit code.
 
 use crate::support::{Dir, PAGEFERRY, Process, Source, assert_whole, pageferry, status};
+use crate::terminal::run_echo;
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::wait_for;
 use rustix::fs::OFlags;
 use rustix::process::Signal;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use std::ffi::OsStr;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -50,7 +52,7 @@ fn closed_terminal() -> OwnedFd {
 }
 
 /// `pageferry`, whose descriptors `which` (a redirection of the shell) are `to`.
-fn with(which: &str, to: &OwnedFd, args: &[&str], dir: &Dir) -> Process {
+fn with<S: AsRef<OsStr>>(which: &str, to: &OwnedFd, args: &[S], dir: &Dir) -> Process {
     let mut command = Command::new("sh");
     let script = format!("exec \"$@\" {which} 0</dev/null");
     command
@@ -251,4 +253,41 @@ fn a_command_that_waits_for_its_reader_can_be_cancelled() {
         process.end().assert_failed(9, "cancelled");
     }
     source.assert_unharmed();
+}
+
+#[test]
+fn a_console_waits_for_its_reader_and_can_be_cancelled() {
+    let dir = Dir::new();
+    let args = [run_echo(&dir), vec!["--detach".to_owned()]].concat();
+    pageferry(&args).assert_ok();
+    let socket = dir.path("vm");
+    let args = ["console", "--vm", socket.to_str().unwrap()];
+    let (_reader, writer) = full_pipe();
+    let mut process = with("1>&0", &writer, &args, &dir);
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    assert!(process.is_running(), "it has a reader");
+    process.signal(Signal::TERM);
+    process.end().assert_failed(9, "cancelled");
+    // A reader that has gone ends it, and a disk that is full is a failure.
+    with("1>&0", &broken_pipe(), &args, &dir).end().assert_ok();
+    let ended = with("1>&0", &full_disk(), &args, &dir).end();
+    ended.assert_failed(12, "cannot write the result to stdout");
+    assert_eq!(status(&socket).unwrap()["state"], "running");
+    pageferry(&["quit", "--vm", args[2]]).assert_ok();
+    wait_for("the end of the VM", || (!socket.exists()).then_some(()));
+}
+
+#[test]
+fn a_console_on_a_terminal_that_was_closed_is_no_failure() {
+    let dir = Dir::new();
+    let process = with("1>&0", &closed_terminal(), &run_echo(&dir), &dir);
+    let told = || {
+        process
+            .said_on_stderr()
+            .contains("text of the console is dropped")
+    };
+    wait_for("the failed write", || told().then_some(()));
+    let socket = dir.path("vm");
+    pageferry(&["quit", "--vm", socket.to_str().unwrap()]).assert_ok();
+    process.end().assert_ok();
 }

@@ -3,9 +3,12 @@
 use crate::activation::activated_command;
 use crate::support::certificates::{Authority, Now, SideFlags};
 use crate::support::service_filter::{filtered, restrict};
+use crate::support::terminal::Pty;
 use crate::support::{Destination, Dir, PAGEFERRY, Process, Source, assert_whole, status};
+use crate::terminal::{is_stopped, run_echo};
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
-use pageferry_testkit::wait_for;
+use pageferry_testkit::{wait_for, wait_until};
+use rustix::process::Signal;
 use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
@@ -113,6 +116,38 @@ fn a_vm_moves_to_an_activated_socket_on_every_backing() {
         destination.end().assert_ok();
         dir.assert_empty();
     }
+}
+
+#[test]
+fn a_guest_has_a_console_in_the_terminal_and_in_the_background() {
+    let dir = Dir::new();
+    let on = |pty: &Pty, args: &[String]| {
+        let mut command = filtered();
+        command.args(args);
+        Process::spawn_on(command, pty.stream(), pty.stream())
+    };
+    let pty = Pty::new();
+    let process = on(&pty, &run_echo(&dir));
+    pty.wait_until_shown(b"ready");
+    pty.wait_until_keys_are_passed_on();
+    process.signal(Signal::TSTP);
+    wait_until("the command to stop", || is_stopped(process.pid()));
+    process.signal(Signal::CONT);
+    pty.wait_until_keys_are_passed_on();
+    pty.press(b"\x1d");
+    process.end().assert_ok();
+
+    let args = [run_echo(&dir), vec!["--detach".to_owned()]].concat();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    Process::start_by(filtered(), &args, &dir).end().assert_ok();
+    let pty = Pty::new();
+    let control = dir.path("vm").to_str().unwrap().to_owned();
+    let console = on(&pty, &["console".into(), "--vm".into(), control]);
+    pty.wait_until_shown(b"ready");
+    pty.wait_until_keys_are_passed_on();
+    pty.press(b"q");
+    console.end().assert_ok();
+    wait_until("the end of the VM", || !dir.path("vm").exists());
 }
 
 #[test]

@@ -5,6 +5,7 @@ pub(crate) mod link;
 pub(crate) mod peer;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod service_filter;
+pub(crate) mod terminal;
 
 use pageferry_testkit::{LIMIT, wait_for, wait_until};
 use serde_json::Value;
@@ -154,18 +155,25 @@ impl Process {
     }
 
     /// As [`Process::spawn`], with this as the descriptor 0.
-    pub(crate) fn spawn_reading(mut command: Command, stdin: Stdio) -> Self {
+    pub(crate) fn spawn_reading(command: Command, stdin: Stdio) -> Self {
+        let (from, to) = std::io::pipe().unwrap();
+        let mut process = Self::spawn_on(command, stdin, to.into());
+        process.stdout = Output::of(from);
+        process
+    }
+
+    /// As [`Process::spawn`], with these as the descriptors 0 and 1. Only the standard error is kept.
+    pub(crate) fn spawn_on(mut command: Command, stdin: Stdio, stdout: Stdio) -> Self {
         let mut child = command
             .stdin(stdin)
-            .stdout(Stdio::piped())
+            .stdout(stdout)
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let stdout = Output::of(child.stdout.take().unwrap());
         let stderr = Output::of(child.stderr.take().unwrap());
         Self {
             child,
-            stdout,
+            stdout: Output::of(std::io::empty()),
             stderr,
         }
     }
@@ -186,6 +194,11 @@ impl Process {
     /// The standard output so far.
     pub(crate) fn said(&self) -> String {
         self.stdout.so_far()
+    }
+
+    /// The standard error so far.
+    pub(crate) fn said_on_stderr(&self) -> String {
+        self.stderr.so_far()
     }
 
     pub(crate) fn pid(&self) -> u32 {
