@@ -70,7 +70,8 @@ pub(super) struct Channels<'s, 'e, 'a> {
     others: BTreeMap<(Role, u16), Attempts>,
 }
 
-/// The attempts to open one channel, in all its generations and incarnations.
+/// The attempts to open one channel. Those of control are of all generations, those of others of
+/// one.
 #[derive(Default)]
 struct Attempts {
     pace: Pace,
@@ -169,6 +170,11 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
 
     /// Opens the control channel of a generation.
     pub(super) fn dial_control(&mut self, generation: Generation) {
+        // The pace of control bounds that of generations. In each, the other channels begin at once:
+        // with pauses from the one before, a generation could end before any of them is open.
+        for attempts in self.others.values_mut() {
+            attempts.pace = Pace::default();
+        }
         let shared = self.dialler.shared;
         shared
             .generation
