@@ -6,7 +6,7 @@
 //!
 //! **Mechanism.** Each task is a module. [`lab`] runs programs of the workspace on an emulated
 //! machine, whose KVM has a TDP MMU. [`guest_linux`] builds a Linux for guests of the soft engine.
-//! [`two_hosts`] runs a command beside two network namespaces. [`test`] runs all tests and says
+//! [`two_hosts`] runs a command beside two network namespaces. [`mod@test`] runs all tests and says
 //! which were skipped.
 //!
 //! **Neighbours.** No crate uses this one. `.ci/lab` calls it.

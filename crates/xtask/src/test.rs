@@ -36,11 +36,6 @@ pub(crate) fn run(args: &Args) -> ExitCode {
         .args(&args.arguments)
         .current_dir(root)
         .env("PAGEFERRY_SKIPS", &skips);
-    if std::env::var_os("RUST_TEST_THREADS").is_none() {
-        // Tests wait for links and limits more than they compute.
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        cargo.env("RUST_TEST_THREADS", (2 * cores).to_string());
-    }
     let status = cargo.status();
     let lines = std::fs::read_to_string(&skips).unwrap_or_default();
     // There is no such file if nothing was skipped.
