@@ -1,6 +1,6 @@
 //! Log lines on stderr, for operators who look for the cause of something.
 //!
-//! Messages of the commands do not depend on this: see [`output`](crate::output). Lines go the same
+//! Messages of the commands do not depend on this: see [`output`]. Lines go the same
 //! way: they never block the thread that logs, nor fail it.
 
 use crate::exit::{Exit, Failure};

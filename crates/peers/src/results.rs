@@ -5,7 +5,7 @@
 //!
 //! **Mechanism.** A [`RecordedRun`] is a command with the JSON that it printed. [`page`] recognises
 //! the kind of a result by its keys, and turns each verdict or target into a row. It shows the rows
-//! of [`CLAIMS`].
+//! of `CLAIMS`.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -193,7 +193,7 @@ fn write(connection: &Connection, bytes: &[u8], wait: Wait<'_>) -> Result<(), Ha
     Err(error.into())
 }
 
-/// Reads the destination's [`path_check`], which follows its [`Welcome`] at once.
+/// Reads the destination's `path_check`, which follows its [`Welcome`] at once.
 fn read_path_check(connection: &Connection, wait: &Wait<'_>) -> Result<(), HandshakeError> {
     let mut bytes = vec![0; PATH_CHECK_BYTES];
     match connection.read_exact(&mut bytes, wait) {

@@ -34,7 +34,7 @@ pub enum HandshakeError {
         /// The address of the peer.
         peer: String,
     },
-    /// The first messages passed, and the [`path_check`](crate::wire::path_check) did not.
+    /// The first messages passed, and the `path_check` did not.
     #[error(
         "{peer}: small packets pass and large ones do not; make the MTU of both hosts fit the path, \
          or let the path answer with ICMP \"fragmentation needed\""
@@ -80,7 +80,7 @@ pub enum StrangerError {
         /// The limit.
         after: Duration,
     },
-    /// The credentials came, and nothing of the [`path_check`](crate::wire::path_check) behind them.
+    /// The credentials came, and nothing of the `path_check` behind them.
     #[error(
         "its small packets arrive and its large ones do not: make the MTU of both hosts fit the path"
     )]

@@ -12,9 +12,9 @@
 //! | 1 | source | [`Hello`](crate::wire::Hello) | version, session and channel |
 //! | 2 | destination | [`HelloReply`](crate::wire::HelloReply) | a nonce, or a refusal |
 //! | 3 | source | [`Credentials`](crate::wire::Credentials) | a proof over steps 1 and 2 |
-//! | 4 | source | [`path_check`](crate::wire::path_check) | bytes that need large packets |
+//! | 4 | source | `path_check` | bytes that need large packets |
 //! | 5 | destination | [`Welcome`](crate::wire::Welcome) | its own proof, or a refusal |
-//! | 6 | destination | [`path_check`](crate::wire::path_check) | as in step 4 |
+//! | 6 | destination | `path_check` | as in step 4 |
 //!
 //! Neither side counts a channel as open before the large packets of the other have come. So a VM
 //! is not handed over to a path that carries short messages only.

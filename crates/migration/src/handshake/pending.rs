@@ -36,7 +36,7 @@ enum Stage {
     Hello,
     /// The [`Credentials`] for this challenge.
     Credentials(Box<Challenge>),
-    /// A [`path_check`](crate::wire::path_check): the source has proved what it knows.
+    /// A `path_check`: the source has proved what it knows.
     PathCheck(Box<Granted>),
     /// The end. A refusal was sent. Later bytes are read and dropped: closing with unread bytes
     /// would reset the connection before the peer has read the refusal.
@@ -107,7 +107,7 @@ impl PendingPeer {
         matches!(self.stage, Stage::End)
     }
 
-    /// Whether nothing of the [`path_check`](crate::wire::path_check) has come, which is due.
+    /// Whether nothing of the `path_check` has come, which is due.
     pub(super) const fn lacks_large_packets(&self) -> bool {
         matches!(self.stage, Stage::PathCheck(_)) && self.filled == 0
     }

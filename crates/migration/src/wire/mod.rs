@@ -13,9 +13,8 @@
 //! uses [`Hello`] and [`HelloReply`]. This module must not do I/O, nor know sockets, guest memory
 //! or machines.
 //!
-//! [`Hello`], [`HelloReply`], [`Credentials`], [`Welcome`] and a [`path_check`] of each side open every
-//! channel. A message of a
-//! control or bulk channel is a [`FrameHeader`] with
+//! [`Hello`], [`HelloReply`], [`Credentials`], [`Welcome`] and a `path_check` of each side open every
+//! channel. A message of a control or bulk channel is a [`FrameHeader`] with
 //! a payload. The payload is that of a [`Frame`], or a list of page runs ([`RunList`]) with the
 //! pages' bytes. A message of an urgent channel is an [`UrgentMessage`], with a page or without.
 
@@ -84,7 +83,7 @@ pub const WELCOME_MAGIC: [u8; 4] = *b"PGFW";
 pub const CREDENTIALS_BYTES: usize = 80;
 /// The length of a [`Welcome`], in bytes.
 pub const WELCOME_BYTES: usize = 48;
-/// The length of a [`path_check`], in bytes: more than any packet of an Ethernet has.
+/// The length of a `path_check`, in bytes: more than any packet of an Ethernet has.
 pub const PATH_CHECK_BYTES: usize = 16 << 10;
 /// The length of a session's secret, in bytes.
 pub const SECRET_BYTES: usize = 32;

@@ -47,7 +47,7 @@ pub enum Status {
     /// The connection is plain, and the destination requires TLS.
     #[error("the destination requires TLS: give this side a certificate, its key and the CA")]
     TlsRequired = 13,
-    /// The credentials came, and nothing of the [`path_check`](super::path_check) behind them.
+    /// The credentials came, and nothing of the `path_check` behind them.
     #[error(
         "small packets reach the destination and large ones do not: make the MTU of both hosts fit the path"
     )]
