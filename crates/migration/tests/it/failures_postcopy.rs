@@ -19,6 +19,7 @@ use pageferry_migration::{
     DestinationConfig, Limits, SourceConfig, SourceSession, SourceVm, Switch,
 };
 use pageferry_testkit::shaper::{Plan, Shaper};
+use pageferry_testkit::wait_until;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
@@ -272,6 +273,8 @@ fn a_source_that_gives_up_leaves_its_vm_paused_and_says_why() {
                 peer.send(&Frame::Cancel);
                 peer.take_resume();
                 session.give_up();
+                // This side's close would be a later loss.
+                wait_until("the end", || session.status().is_over());
             },
             "gave the migration up; the last loss: the peer cancelled the migration; the VM",
         ),
