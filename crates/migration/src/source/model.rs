@@ -125,7 +125,7 @@ impl Copying {
                         self.ledger.unclaim(0..1);
                         continue;
                     }
-                    self.ledger.sent(channel, [0..1]);
+                    self.ledger.sent(channel, [0..1], 4096);
                     self.there.store(u64::from(!is_hole), Relaxed);
                     sent += 1;
                     self.ledger.receipt(channel, sent).expect("as many as sent");
