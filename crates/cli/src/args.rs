@@ -96,7 +96,7 @@ pub(crate) enum Command {
     Watch(WatchArgs),
     /// Attach to the console of a VM on this host
     ///
-    /// Shows the newest 64 KiB of text, then what the guest writes. What is typed goes to the guest.
+    /// Shows the newest 64 KiB of text, then what the guest writes. Keys go to the guest.
     /// Ctrl-] detaches, and the VM runs on. If standard input is no terminal, all of it is sent.
     #[command(after_help = EXIT_CODES)]
     Console(VmArgs),

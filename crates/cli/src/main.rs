@@ -7,7 +7,8 @@
 //!
 //! **Mechanism.** [`args`] parses the flags once. [`vm`] is a machine, its threads and its guest
 //! program. [`run`] and [`receive`] own a VM ([`host`]) and serve its control socket ([`control`]);
-//! [`migrate`] and [`status`] are its clients, and find it by [`sockets`]. [`metrics`] serves its figures to Prometheus.
+//! [`migrate`] and [`status`] are its clients, and find it by [`sockets`]. [`metrics`] serves its
+//! figures to Prometheus.
 //! [`demo`] is a source that starts its destination. [`report`] shows the record of a migration as
 //! a table, JSON or HTML. [`probe`] tests the host.
 //!
