@@ -30,7 +30,9 @@ fn a_user_attaches_types_and_detaches() {
         let console = pty.start(&["console", "--vm", &socket]);
         pty.wait_until_shown(b"ready");
         pty.wait_until_keys_are_passed_on();
-        assert!(console.said_on_stderr().contains("Ctrl-]"));
+        wait_until("the way out", || {
+            console.said_on_stderr().contains("Ctrl-]")
+        });
         pty.press(b"\x03\x1a\x13");
         pty.wait_until_shown(b"\x03\x1a\x13");
         pty.press(round.as_bytes());
