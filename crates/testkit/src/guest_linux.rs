@@ -12,13 +12,28 @@ use std::path::{Path, PathBuf};
 #[must_use]
 #[track_caller]
 pub fn guest_linux() -> Option<[PathBuf; 2]> {
+    files("initrd.gz")
+}
+
+/// The same with a shell instead of the first process of tests.
+///
+/// # Panics
+/// As [`guest_linux`].
+#[must_use]
+#[track_caller]
+pub fn guest_shell() -> Option<[PathBuf; 2]> {
+    files("shell.gz")
+}
+
+#[track_caller]
+fn files(archive: &str) -> Option<[PathBuf; 2]> {
     let named = std::env::var_os("PAGEFERRY_GUEST_LINUX").filter(|folder| !folder.is_empty());
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(
         || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"),
         PathBuf::from,
     );
     let folder = named.map_or_else(|| target.join("guest-linux"), PathBuf::from);
-    let files = ["Image", "initrd.gz"].map(|name| folder.join(name));
+    let files = ["Image", archive].map(|name| folder.join(name));
     if let Some(absent) = files.iter().find(|file| !file.is_file()) {
         let why = format!(
             "there is no {}; `cargo xtask guest-linux` builds it",

@@ -26,7 +26,7 @@ pub mod shaper;
 mod skip;
 pub mod two_hosts;
 
-pub use guest_linux::guest_linux;
+pub use guest_linux::{guest_linux, guest_shell};
 pub use huge_pages::{AdvisedHugePages, HugePages};
 pub use pageferry_hosts::netns;
 pub use skip::skip;

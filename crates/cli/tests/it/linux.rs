@@ -1,11 +1,12 @@
 //! `run --kernel`: kernels of the user. These are a few instructions with a kernel's header.
 
 use crate::bench_linux::with_guest;
+use crate::support::terminal::Pty;
 use crate::support::{Dir, PAGEFERRY, Process, pageferry, status};
 use pageferry_testkit::rv64::{
     A1, DBCN, SRST, ZERO, add, addi, and, beq, bltu, bne, call, image, ld, li, sd,
 };
-use pageferry_testkit::{guest_linux, wait_until};
+use pageferry_testkit::{guest_linux, guest_shell, wait_until};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -235,6 +236,71 @@ fn linux_boots_on_one_to_sixteen_vcpus() {
             "{vcpus} vCPUs"
         );
     }
+}
+
+/// A variable of the shell is there only if the shell itself has moved.
+#[test]
+fn a_user_works_in_a_shell_and_takes_it_along() {
+    let Some([kernel, shell]) = guest_shell() else {
+        return;
+    };
+    let (here, there) = (Dir::new(), Dir::new());
+    let [socket, arrived, listen] =
+        [&here, &there, &there].map(|dir| dir.path("vm").display().to_string());
+    let listen = format!("unix:{listen}.in");
+    let mut args = vec![
+        "run",
+        "--memory",
+        "64M",
+        "--vcpus",
+        "2",
+        "--control",
+        &socket,
+    ];
+    args.extend(["--cmdline", "console=hvc0 quiet", "--kernel"]);
+    args.extend([
+        kernel.to_str().unwrap(),
+        "--initrd",
+        shell.to_str().unwrap(),
+    ]);
+    let pty = Pty::new();
+    let source = pty.start(&args);
+    let prompt = b"guest:~# ";
+    pty.wait_until_shown(prompt);
+    // Each answer differs from the keys that the terminal shows.
+    pty.press(b"n=6; sh -c \"echo six-$n; exec sleep 1000\"\r");
+    pty.wait_until_shown(b"six-6");
+    // Ctrl-C ends what runs in the guest, and nothing else.
+    pty.press(b"\x03");
+    pty.press(b"echo seven-$((n + 1))\r");
+    pty.wait_until_shown(b"seven-7");
+
+    let far = Pty::new();
+    let receive = [
+        "receive",
+        "--listen",
+        &listen,
+        "--console",
+        "-",
+        "--control",
+        &arrived,
+    ];
+    let destination = far.start(&receive);
+    far.wait_until_shown(b"listening on ");
+    pageferry(&["migrate", "--vm", &socket, "--to", &listen]).assert_ok();
+    source.end().assert_ok();
+    far.wait_until_keys_are_passed_on();
+    far.press(b"echo eight-$((n + 2))\r");
+    far.wait_until_shown(b"eight-8");
+    far.press(b"seq 1000 | md5sum\r");
+    far.wait_until_shown(b"53d025127ae99ab79e8502aae2d9bea6");
+    far.press(b"poweroff\r");
+    let ended = destination.end();
+    ended.assert_ok();
+    assert!(
+        ended.stderr.contains("the guest has shut down"),
+        "{ended:?}"
+    );
 }
 
 /// The guest's own checks decide, since nobody else knows what its pages hold.

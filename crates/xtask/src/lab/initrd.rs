@@ -174,7 +174,7 @@ pub(crate) struct Archive {
 
 impl Archive {
     /// A folder, with those above it.
-    fn folder(&mut self, path: &str) {
+    pub(crate) fn folder(&mut self, path: &str) {
         if path.is_empty() || !self.folders.insert(path.to_owned()) {
             return;
         }
@@ -190,6 +190,14 @@ impl Archive {
             self.folder(above);
         }
         self.entry(path, 0o020_600, numbers, &[]);
+    }
+
+    /// A symbolic link.
+    pub(crate) fn link(&mut self, path: &str, target: &str) {
+        if let Some((above, _)) = path.rsplit_once('/') {
+            self.folder(above);
+        }
+        self.entry(path, 0o120_777, [0, 0], target.as_bytes());
     }
 
     /// A file that may be executed.

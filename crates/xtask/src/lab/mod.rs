@@ -14,7 +14,7 @@
 pub(crate) mod initrd;
 pub(crate) mod kernel;
 mod machine;
-mod packages;
+pub(crate) mod packages;
 mod program;
 
 use std::ffi::OsString;

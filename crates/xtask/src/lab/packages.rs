@@ -184,17 +184,120 @@ fn release(name: &str) -> Option<(u32, u32)> {
 
 /// Fetches the packages, and unpacks them into a folder of the cache, which it returns.
 fn fetch(cache: &Path, packages: &[&str]) -> Result<PathBuf, Error> {
-    let work = cache.join(format!("fetch-{}", std::process::id()));
-    let _ = std::fs::remove_dir_all(&work);
-    let (lists, archives) = (work.join("lists"), work.join("apt/archives"));
-    for folder in [&lists, &archives] {
-        std::fs::create_dir_all(folder.join("partial"))
-            .map_err(Error::io(format!("make {}", folder.display())))?;
+    let apt = Apt::new(cache, "deb")?;
+    let mut install = vec![
+        "install",
+        "--download-only",
+        "--yes",
+        "--no-install-recommends",
+    ];
+    // Packages that are installed here already are fetched too.
+    install.push("--reinstall");
+    if let Some(release) = &apt.release {
+        install.extend(["--target-release", release]);
     }
-    let (sources, release) = sources()?;
-    std::fs::write(work.join("sources.list"), sources).map_err(Error::io("write sources"))?;
-    let at = |name: &str| work.join(name).display().to_string();
-    let apt = |words: &[&str]| {
+    install.extend(packages);
+    apt.run(&install)?;
+    let root = apt.work.join("root");
+    for archive in files(&apt.work.join("apt/archives"))? {
+        if archive.extension().is_some_and(|end| end == "deb") {
+            run(Command::new("dpkg-deb").arg("-x").arg(&archive).arg(&root))?;
+        }
+    }
+    apt.finish(cache, &root)
+}
+
+/// The folder `name` of the cache with the sources of these packages, each in a folder of its name
+/// and with Debian's patches. They are `what` to a user. Programs that unpacking needs are in
+/// `tools`.
+pub(crate) fn sources_of(
+    cache: &Path,
+    name: &str,
+    what: &str,
+    packages: &[&str],
+    tools: &Path,
+) -> Result<PathBuf, Error> {
+    let root = cache.join(name);
+    if root.is_dir() {
+        return Ok(root);
+    }
+    eprintln!("lab: fetching {what} through apt");
+    let apt = Apt::new(cache, "deb-src")?;
+    let mut source = vec!["source", "--download-only"];
+    source.extend(packages);
+    apt.run(&source)?;
+    let trees = apt.work.join("trees");
+    let fetched = files(&apt.work)?;
+    let path = std::env::var("PATH").unwrap_or_default();
+    let path = format!("{}:{path}", tools.join("bin").display());
+    for package in packages {
+        let tree = trees.join(package);
+        std::fs::create_dir_all(&tree).map_err(Error::io("make a folder for a source"))?;
+        let archive = |part: &str| {
+            let found = fetched.iter().find(|file| {
+                let name = file.file_name().unwrap_or_default().to_string_lossy();
+                name.starts_with(&format!("{package}_"))
+                    && name.contains(part)
+                    && !name.ends_with(".asc")
+            });
+            found.ok_or_else(|| {
+                let missing = format!("the source package {package} has no archive '{part}'");
+                Error::Failed(format!("{missing}: report it"))
+            })
+        };
+        let unpack = |file: &Path, strip: &str| {
+            let mut tar = Command::new("tar");
+            tar.env("PATH", &path)
+                .arg("-xf")
+                .arg(file)
+                .arg("-C")
+                .arg(&tree);
+            run(tar.arg(strip))
+        };
+        unpack(archive(".orig.tar.")?, "--strip-components=1")?;
+        unpack(archive(".debian.tar.")?, "--strip-components=0")?;
+        let patches = tree.join("debian/patches");
+        let series = std::fs::read_to_string(patches.join("series")).unwrap_or_default();
+        let names = series.lines().map(str::trim);
+        for patch in names.filter(|name| !name.is_empty() && !name.starts_with('#')) {
+            let mut command = Command::new("patch");
+            command.args(["--strip=1", "--batch", "--silent", "--directory"]);
+            run(command.arg(&tree).arg("--input").arg(patches.join(patch)))?;
+        }
+    }
+    let unpacked = apt.finish(cache, &trees)?;
+    std::fs::rename(&unpacked, &root).map_err(Error::io("rename the sources"))?;
+    Ok(root)
+}
+
+/// The package manager with lists and a cache of its own, in a folder that is its own too.
+struct Apt {
+    work: PathBuf,
+    /// The release that is preferred.
+    release: Option<String>,
+}
+
+impl Apt {
+    /// With current lists. `kind` is `deb` for packages and `deb-src` for their sources.
+    fn new(cache: &Path, kind: &str) -> Result<Self, Error> {
+        let work = cache.join(format!("fetch-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&work);
+        for folder in ["lists", "apt/archives"] {
+            let folder = work.join(folder).join("partial");
+            std::fs::create_dir_all(&folder)
+                .map_err(Error::io(format!("make {}", folder.display())))?;
+        }
+        let work = work.canonicalize().map_err(Error::io("find the cache"))?;
+        let (sources, release) = sources(kind)?;
+        std::fs::write(work.join("sources.list"), sources).map_err(Error::io("write sources"))?;
+        let apt = Self { work, release };
+        apt.run(&["update"])?;
+        Ok(apt)
+    }
+
+    /// Runs `apt-get`, in its folder.
+    fn run(&self, words: &[&str]) -> Result<String, Error> {
+        let at = |name: &str| self.work.join(name).display().to_string();
         let mut apt = Command::new("apt-get");
         for option in [
             format!("Dir::Etc::SourceList={}", at("sources.list")),
@@ -207,41 +310,28 @@ fn fetch(cache: &Path, packages: &[&str]) -> Result<PathBuf, Error> {
         ] {
             apt.args(["-o", &option]);
         }
-        run(apt.arg("-qq").args(words))
-    };
-    apt(&["update"])?;
-    let mut install = vec![
-        "install",
-        "--download-only",
-        "--yes",
-        "--no-install-recommends",
-    ];
-    // Packages that are installed here already are fetched too.
-    install.push("--reinstall");
-    if let Some(release) = &release {
-        install.extend(["--target-release", release]);
+        run(apt.current_dir(&self.work).arg("-qq").args(words))
     }
-    install.extend(packages);
-    apt(&install)?;
-    let root = work.join("root");
-    let archives = std::fs::read_dir(&archives).map_err(Error::io("read fetched packages"))?;
-    for archive in archives.filter_map(Result::ok) {
-        if archive.path().extension().is_some_and(|end| end == "deb") {
-            run(Command::new("dpkg-deb")
-                .arg("-x")
-                .arg(archive.path())
-                .arg(&root))?;
-        }
+
+    /// Moves `result` out into the cache, and removes the rest. Returns its new place.
+    fn finish(self, cache: &Path, result: &Path) -> Result<PathBuf, Error> {
+        let unpacked = cache.join(format!("root-{}", std::process::id()));
+        std::fs::rename(result, &unpacked).map_err(Error::io("rename the unpacked packages"))?;
+        let _ = std::fs::remove_dir_all(&self.work);
+        Ok(unpacked)
     }
-    let unpacked = cache.join(format!("root-{}", std::process::id()));
-    std::fs::rename(&root, &unpacked).map_err(Error::io("rename the unpacked packages"))?;
-    let _ = std::fs::remove_dir_all(&work);
-    Ok(unpacked)
 }
 
-/// The lines of a sources file: the machine's own archive, and the backports of its release. Also
-/// the release that is preferred.
-fn sources() -> Result<(String, Option<String>), Error> {
+/// The files of a folder.
+fn files(folder: &Path) -> Result<Vec<PathBuf>, Error> {
+    let entries = std::fs::read_dir(folder).map_err(Error::io("read fetched packages"))?;
+    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    Ok(paths.filter(|path| path.is_file()).collect())
+}
+
+/// The lines of a sources file of this kind: the machine's own archive, and the backports of its
+/// release. Also the release that is preferred.
+fn sources(kind: &str) -> Result<(String, Option<String>), Error> {
     let format = "$(REPO_URI) $(CODENAME)";
     let targets = run(Command::new("apt-get").args([
         "indextargets",
@@ -280,7 +370,7 @@ fn sources() -> Result<(String, Option<String>), Error> {
     suites.extend(preferred.clone());
     let lines = suites
         .iter()
-        .map(|suite| format!("deb {key}{uri} {suite} main\n"));
+        .map(|suite| format!("{kind} {key}{uri} {suite} main\n"));
     Ok((lines.collect(), preferred))
 }
 

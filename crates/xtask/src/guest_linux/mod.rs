@@ -5,10 +5,12 @@
 //! `lab/guest-linux` make now. Nothing is compiled if they have not changed.
 //!
 //! **Mechanism.** The lab's build of kernels, with a compiler for RISC-V that apt fetches into the
-//! cache. The first process is compiled against the kernel's own nolibc, so there is no C library.
+//! cache. The first process is compiled against the kernel's own nolibc, so it needs no C library.
 //!
 //! **Neighbours.** [`crate::lab::kernel`] compiles the kernel, [`crate::lab::initrd`] has the format
-//! of the archive.
+//! of the archive, [`shell`] builds a second archive with a shell.
+
+mod shell;
 
 use crate::lab::initrd::Archive;
 use crate::lab::kernel::{Build, Compiler, Target};
@@ -24,6 +26,8 @@ const COMPILER: Compiler = Compiler {
     // Where a package that they depend on is installed, that one is used.
     packages: &["gcc-riscv64-linux-gnu", "binutils-riscv64-linux-gnu"],
 };
+/// What the soft engine's hart has.
+const FLAGS: [&str; 2] = ["-march=rv64ima_zicsr_zifencei", "-mabi=lp64"];
 static GUEST: Target = Target {
     folder: "guest",
     arch: "riscv",
@@ -40,10 +44,10 @@ const MODULES: [&str; 3] = [
 
 /// Build a Linux for guests of the soft engine, and print its folder
 ///
-/// The folder has a kernel (Image) and a first process (initrd.gz) for tests, for `pageferry demo
-/// --guest linux` and for `pageferry bench linux`. The source is Debian's package
-/// linux-source-6.12. The first build fetches it and takes minutes and 2 GiB in the target
-/// directory.
+/// The folder has a kernel (Image), a shell with the usual commands (shell.gz), and a first process
+/// (initrd.gz) for tests, for `pageferry demo --guest linux` and for `pageferry bench linux`. All
+/// are Debian's source: Linux 6.12, and busybox with musl. The first build fetches it and takes
+/// minutes and 2 GiB in the target directory.
 #[derive(clap::Args)]
 #[command(after_help = "Exit codes: 0; 125 if there is no guest.")]
 pub(crate) struct Args {}
@@ -83,6 +87,7 @@ fn build() -> Result<PathBuf, Error> {
     write(&folder.join("initrd.gz"), &compressed(&archive.finish())?)?;
     write(&folder.join("Image"), &read(&kernel)?)?;
     let _ = std::fs::remove_file(process);
+    shell::archive(&build, &sources, &folder.join("shell.gz"))?;
     Ok(folder)
 }
 
@@ -91,27 +96,24 @@ fn first_process(build: &Build, source: &Path, program: &Path) -> Result<(), Err
     let headers = build.headers()?;
     let mut gcc = Command::new(format!("{}gcc", COMPILER.prefix));
     build.give_tools(&mut gcc);
-    gcc.args([
-        "-O2",
-        "-Wall",
-        "-march=rv64ima_zicsr_zifencei",
-        "-mabi=lp64",
-    ])
-    .args([
-        "-static",
-        "-nostdlib",
-        "-ffreestanding",
-        "-fno-pie",
-        "-no-pie",
-    ])
-    .args(["-fno-stack-protector", "-Wl,--no-warn-rwx-segments"])
-    .arg("-include")
-    .arg(build.source("tools/include/nolibc/nolibc.h"))
-    .arg("-I")
-    .arg(headers)
-    .arg("-o")
-    .arg(program)
-    .arg(source);
+    gcc.args(FLAGS)
+        .args([
+            "-O2",
+            "-Wall",
+            "-static",
+            "-nostdlib",
+            "-ffreestanding",
+            "-fno-pie",
+            "-no-pie",
+        ])
+        .args(["-fno-stack-protector", "-Wl,--no-warn-rwx-segments"])
+        .arg("-include")
+        .arg(build.source("tools/include/nolibc/nolibc.h"))
+        .arg("-I")
+        .arg(headers)
+        .arg("-o")
+        .arg(program)
+        .arg(source);
     let output = gcc.output().map_err(Error::io("run the compiler"))?;
     if output.status.success() {
         return Ok(());

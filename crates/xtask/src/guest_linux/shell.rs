@@ -1,0 +1,267 @@
+//! A shell for guests: busybox with musl, in an archive for the kernel.
+//!
+//! **Guarantee.** Both are Debian's source with Debian's patches, verified by apt, compiled for the
+//! instructions that the soft engine has. Nothing is compiled if neither they nor this recipe have
+//! changed.
+//!
+//! **Mechanism.** The compiler for Linux brings a libgcc with compressed instructions only. The one
+//! for bare RISC-V brings a libgcc for RV64IM, so a small script links with that one. The first process
+//! is `lab/guest-linux/start.sh`, which becomes the init of busybox.
+//!
+//! **Neighbours.** [`super`] has the compiler and the kernel's headers, [`packages`] fetches.
+
+use super::{COMPILER, FLAGS, check_instructions, compressed, read, write};
+use crate::lab::initrd::Archive;
+use crate::lab::kernel::Build;
+use crate::lab::{Error, packages, target_dir};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A libgcc for RV64IM, and the program that unpacks busybox.
+const TOOLS: [&str; 2] = ["gcc-riscv64-unknown-elf", "bzip2"];
+const SOURCES: [&str; 2] = ["musl", "busybox"];
+/// What the archive holds besides busybox.
+const TREE: [(&str, &str); 4] = [
+    ("init", "start.sh"),
+    ("etc/inittab", "inittab"),
+    ("etc/profile", "profile"),
+    ("etc/passwd", "passwd"),
+];
+/// The devices that programs expect, with their numbers
+/// (`Documentation/admin-guide/devices.txt`).
+const DEVICES: [(&str, [u32; 2]); 8] = [
+    ("dev/console", [5, 1]),
+    ("dev/tty", [5, 0]),
+    ("dev/hvc0", [229, 0]),
+    ("dev/null", [1, 3]),
+    ("dev/zero", [1, 5]),
+    ("dev/full", [1, 7]),
+    ("dev/random", [1, 8]),
+    ("dev/urandom", [1, 9]),
+];
+
+/// Writes the archive to `file`. `configs` is the folder with the files of the guest.
+pub(super) fn archive(build: &Build, configs: &Path, file: &Path) -> Result<(), Error> {
+    let shell = Shell::new(build, configs)?;
+    let busybox = shell.busybox()?;
+    let mut archive = Archive::default();
+    for (path, numbers) in DEVICES {
+        archive.device(path, numbers);
+    }
+    for folder in [
+        "proc", "sys", "tmp", "run", "root", "sbin", "usr/bin", "usr/sbin",
+    ] {
+        archive.folder(folder);
+    }
+    archive.file("bin/busybox", &read(&busybox)?);
+    archive.link("bin/sh", "busybox");
+    for (path, source) in TREE {
+        archive.file(path, &read(&configs.join(source))?);
+    }
+    write(file, &compressed(&archive.finish())?)
+}
+
+struct Shell<'a> {
+    build: &'a Build,
+    /// The folder of what is built.
+    folder: PathBuf,
+    /// The unpacked sources.
+    sources: PathBuf,
+    /// The library of the compiler's own functions, without compressed instructions.
+    libgcc: PathBuf,
+    config: PathBuf,
+}
+
+impl<'a> Shell<'a> {
+    fn new(build: &'a Build, configs: &Path) -> Result<Self, Error> {
+        let cache = target_dir().join("lab");
+        let what = "a library for RV64IM";
+        let tools = packages::unpacked(&cache, "userland-tools", what, &TOOLS)?;
+        let what = "the sources of a C library and a shell";
+        let sources = packages::sources_of(&cache, "userland", what, &SOURCES, &tools)?;
+        let folder = cache.join("shell");
+        std::fs::create_dir_all(&folder)
+            .map_err(Error::io(format!("make {}", folder.display())))?;
+        let absolute = |path: &Path| path.canonicalize().map_err(Error::io("find the cache"));
+        Ok(Self {
+            build,
+            folder: absolute(&folder)?,
+            sources: absolute(&sources)?,
+            libgcc: absolute(&libgcc(&tools)?)?,
+            config: absolute(&configs.join("busybox.config"))?,
+        })
+    }
+
+    /// The program, built if need be.
+    fn busybox(&self) -> Result<PathBuf, Error> {
+        let program = self.folder.join("busybox/busybox");
+        let stamp = self.folder.join("built");
+        let config = read(&self.config)?;
+        let inputs = [include_bytes!("shell.rs"), config.as_slice()].concat();
+        if program.is_file() && read(&stamp).is_ok_and(|built| built == inputs) {
+            return Ok(program);
+        }
+        let _ = std::fs::remove_file(&stamp);
+        eprintln!("lab: building a shell");
+        for source in SOURCES {
+            let copy = self.folder.join(source);
+            let _ = std::fs::remove_dir_all(&copy);
+            let mut cp = Command::new("cp");
+            cp.arg("--archive").arg(self.sources.join(source)).arg(copy);
+            self.run(&mut cp)?;
+        }
+        self.musl()?;
+        let cc = self.compiler()?;
+        let prefix = COMPILER.prefix;
+        let variables = [
+            "ARCH=riscv".to_owned(),
+            "HOSTCC=gcc".to_owned(),
+            format!("CC={}", cc.display()),
+            format!("CROSS_COMPILE={prefix}"),
+        ];
+        let make = |goal: &str| {
+            let mut make = Command::new("make");
+            make.current_dir(self.folder.join("busybox"))
+                .args([&jobs(), goal])
+                .args(&variables);
+            self.run(&mut make)
+        };
+        make("allnoconfig")?;
+        self.configure(&config)?;
+        // It asks about options that the others bring. An empty line takes what busybox proposes.
+        make("oldconfig")?;
+        self.check_configuration(&config)?;
+        make("busybox")?;
+        check_instructions(&program)?;
+        write(&stamp, &inputs)?;
+        Ok(program)
+    }
+
+    /// Builds the C library, and installs it in the folder `root`.
+    fn musl(&self) -> Result<(), Error> {
+        let tree = self.folder.join("musl");
+        let mut configure = Command::new("./configure");
+        configure
+            .current_dir(&tree)
+            .args(["--target=riscv64", "--disable-shared", "--disable-wrapper"])
+            .arg(format!("--prefix={}", self.folder.join("root").display()))
+            .env("CC", self.compile())
+            .env("CFLAGS", "-O2")
+            .env("CROSS_COMPILE", COMPILER.prefix)
+            .env("LIBCC", &self.libgcc);
+        self.run(&mut configure)?;
+        self.run(
+            Command::new("make")
+                .current_dir(&tree)
+                .args([&jobs(), "install"]),
+        )
+    }
+
+    /// A compiler that knows the C library: a script, since it has to link by itself.
+    fn compiler(&self) -> Result<PathBuf, Error> {
+        let script = self.folder.join("cc");
+        let root = self.folder.join("root");
+        let mut gcc = Command::new(format!("{}gcc", COMPILER.prefix));
+        self.build.give_tools(&mut gcc);
+        let own = gcc.arg("-print-file-name=include").output();
+        let own = own.map_err(Error::io("run the compiler"))?.stdout;
+        let text = format!(
+            "#!/bin/sh\n\
+             # Compiles with the headers of musl. If the words do not say otherwise, it also links.\n\
+             compile='{} -nostdinc -isystem {root}/include -isystem {} -isystem {}'\n\
+             case \" $* \" in *' -c '* | *' -S '* | *' -E '* | *' -r '*) exec $compile \"$@\" ;; esac\n\
+             exec $compile -static -nostdlib -L{root}/lib {root}/lib/crt1.o {root}/lib/crti.o \"$@\" \\\n    \
+             -Wl,--start-group {root}/lib/libc.a {} -Wl,--end-group {root}/lib/crtn.o\n",
+            self.compile(),
+            String::from_utf8_lossy(&own).trim_end(),
+            self.build.headers()?.display(),
+            self.libgcc.display(),
+            root = root.display(),
+        );
+        write(&script, text.as_bytes())?;
+        let mode = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(&script, mode).map_err(Error::io("make a script executable"))?;
+        Ok(script)
+    }
+
+    fn compile(&self) -> String {
+        format!("{}gcc {}", COMPILER.prefix, FLAGS.join(" "))
+    }
+
+    /// Puts the options into busybox's configuration.
+    fn configure(&self, config: &[u8]) -> Result<(), Error> {
+        let file = self.folder.join("busybox/.config");
+        let mut made = String::from_utf8_lossy(&read(&file)?).into_owned();
+        for option in String::from_utf8_lossy(config).lines() {
+            if let Some(name) = option.strip_suffix("=y") {
+                made = made.replace(&format!("# {name} is not set\n"), &format!("{option}\n"));
+            }
+        }
+        write(&file, made.as_bytes())
+    }
+
+    /// Every option must be in busybox's configuration.
+    fn check_configuration(&self, config: &[u8]) -> Result<(), Error> {
+        let made = read(&self.folder.join("busybox/.config"))?;
+        let made = String::from_utf8_lossy(&made);
+        let config = String::from_utf8_lossy(config);
+        let mut options = config.lines().filter(|line| line.starts_with("CONFIG_"));
+        match options.find(|option| !made.lines().any(|line| line == *option)) {
+            Some(option) => Err(Error::Failed(format!(
+                "the shell's configuration has no {option}: set the options that it depends on, or \
+                 remove it from busybox.config"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Runs a program with the tools. Its input is empty lines, and its output is in a log.
+    fn run(&self, command: &mut Command) -> Result<(), Error> {
+        let log = self.folder.join("make.log");
+        let mut options = std::fs::OpenOptions::new();
+        let output = options.create(true).append(true).open(&log);
+        let output = output.map_err(Error::io("write make.log"))?;
+        let copy = output.try_clone().map_err(Error::io("write make.log"))?;
+        self.build.give_tools(command);
+        let name = command.get_program().to_string_lossy().into_owned();
+        let answers = self.folder.join("answers");
+        write(&answers, &[b'\n'; 4096])?;
+        let answers = std::fs::File::open(answers).map_err(Error::io("read the answers"))?;
+        let status = command
+            .stdin(answers)
+            .stdout(output)
+            .stderr(copy)
+            .status()
+            .map_err(Error::io(format!("run {name}")))?;
+        if status.success() {
+            return Ok(());
+        }
+        Err(Error::Failed(format!(
+            "the shell cannot be built: {name} failed ({status}), see {}",
+            log.display()
+        )))
+    }
+}
+
+/// The library in the unpacked package, whose version is in its path.
+fn libgcc(tools: &Path) -> Result<PathBuf, Error> {
+    let versions = tools.join("usr/lib/gcc/riscv64-unknown-elf");
+    let entries = std::fs::read_dir(&versions);
+    let mut entries = entries.map_err(Error::io(format!("read {}", versions.display())))?;
+    let found = entries.find_map(|entry| {
+        let library = entry.ok()?.path().join("rv64im/lp64/libgcc.a");
+        library.is_file().then_some(library)
+    });
+    found.ok_or_else(|| {
+        Error::Failed(format!(
+            "the package {} has no library for rv64im and lp64",
+            TOOLS[0]
+        ))
+    })
+}
+
+fn jobs() -> String {
+    let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("-j{jobs}")
+}
