@@ -305,6 +305,23 @@ impl GuestRam {
         (offset < self.layout.bytes()).then_some(RamPage(offset / PAGE_SIZE))
     }
 
+    /// The guest's mapping of `pages` pages from `first`, in ascending runs: each with its address
+    /// and its number of pages. A run ends with the mapping of its file.
+    pub(crate) fn guest_runs(
+        &self,
+        first: RamPage,
+        pages: u64,
+    ) -> impl Iterator<Item = (Hva, u64)> {
+        let all = self.files.is_empty().then_some(pages);
+        let of_files = self.files(first, pages).map(|(_, _, pages)| pages);
+        let mut at = first;
+        all.into_iter().chain(of_files).map(move |pages| {
+            let run = (self.guest_hva(at), pages);
+            at.0 += pages;
+            run
+        })
+    }
+
     /// The parts of memfds behind `pages` pages from `first`: each with its place in bytes and its
     /// size in pages. None if the memory is private.
     pub(crate) fn files(

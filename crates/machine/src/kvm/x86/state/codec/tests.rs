@@ -1,7 +1,8 @@
 //! The codec against malformed bytes, and every part of the state against a real vCPU.
 
 use super::*;
-use crate::kvm::x86::vm::{Irqchip, KvmOptions, create_with};
+use crate::kvm::x86::machine::create_with;
+use crate::kvm::x86::vm::{Irqchip, KvmOptions};
 use crate::{MachineError, MachineSpec, StartState, Vcpu};
 use proptest::prelude::*;
 

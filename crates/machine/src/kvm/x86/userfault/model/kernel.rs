@@ -7,7 +7,7 @@
 use super::PAGES;
 use crate::kvm::x86::userfault::Kernel;
 use crate::{GuestRam, MachineError, UncheckedRam};
-use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
+use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, RangeOp, Wake};
 use rustix::io::Errno;
 use shuttle::sync::{Condvar, Mutex, MutexGuard};
@@ -60,7 +60,7 @@ impl State {
 
 /// The kernel.
 pub(super) struct Model {
-    pub(super) ram: GuestRam,
+    pub(super) ram: Arc<GuestRam>,
     state: Mutex<State>,
     /// A sleep has begun or ended, or `over` is set.
     changed: Condvar,
@@ -69,7 +69,7 @@ pub(super) struct Model {
 impl Model {
     /// A kernel whose entries are all empty. All of `ram` is registered for missing faults, and
     /// for `minor` ones too.
-    pub(super) fn new(ram: GuestRam, minor: bool) -> Arc<Self> {
+    pub(super) fn new(ram: Arc<GuestRam>, minor: bool) -> Arc<Self> {
         Arc::new(Self {
             ram,
             state: Mutex::new(State {
@@ -99,20 +99,15 @@ impl Model {
         next.is_some_and(|pages| pages.start == page.0)
     }
 
-    fn pages(&self, start: Hva, len: u64) -> Range<u64> {
-        let first = self.ram.page_at_guest_hva(start).unwrap().0;
-        first..first + len / PAGE_SIZE
-    }
-
     /// Changes entries one by one. `change` says whether it changed the entry.
     fn fill(
         &self,
         op: RangeOp,
-        (start, len): (Hva, u64),
+        (first, count): (RamPage, u64),
         wake: Wake,
         change: impl Fn(&mut State, RamPage) -> Result<bool, Errno>,
     ) -> Result<(), RangeError> {
-        let pages = self.pages(start, len);
+        let pages = first.0..first.0 + count;
         let mut changed = 0;
         for (done, page) in (0..).zip(pages.clone()) {
             let mut state = self.lock();
@@ -125,8 +120,8 @@ impl Model {
                 Err(errno) => {
                     return Err(RangeError {
                         op,
-                        start,
-                        len,
+                        start: self.ram.guest_hva(first),
+                        len: count * PAGE_SIZE,
                         done: done * PAGE_SIZE,
                         errno,
                     });
@@ -205,12 +200,12 @@ impl Model {
 impl Kernel for Arc<Model> {
     fn continue_unmapped(
         &self,
-        start: Hva,
-        len: u64,
+        first: RamPage,
+        pages: u64,
         _: PageSize,
         wake: Wake,
     ) -> Result<(), RangeError> {
-        self.fill(RangeOp::Continue, (start, len), wake, |state, page| {
+        self.fill(RangeOp::Continue, (first, pages), wake, |state, page| {
             let entry = &mut state.entries[page.index()];
             match *entry {
                 _ if !self.in_page_cache(page) => Err(Errno::FAULT),
@@ -223,8 +218,8 @@ impl Kernel for Arc<Model> {
         })
     }
 
-    fn zeropage(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
-        self.fill(RangeOp::Zeropage, (start, len), wake, |state, page| {
+    fn zeropage(&self, first: RamPage, pages: u64, wake: Wake) -> Result<(), RangeError> {
+        self.fill(RangeOp::Zeropage, (first, pages), wake, |state, page| {
             if self.in_page_cache(page) {
                 return Err(Errno::EXIST);
             }
@@ -234,9 +229,8 @@ impl Kernel for Arc<Model> {
         })
     }
 
-    fn copy(&self, start: Hva, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
-        let range = (start, bytes.len() as u64);
-        self.fill(RangeOp::Copy, range, wake, |state, page| {
+    fn copy(&self, page: RamPage, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
+        self.fill(RangeOp::Copy, (page, 1), wake, |state, page| {
             if self.in_page_cache(page) {
                 return Err(Errno::EXIST);
             }
@@ -248,12 +242,12 @@ impl Kernel for Arc<Model> {
 
     fn poison_unmapped(
         &self,
-        start: Hva,
-        len: u64,
+        first: RamPage,
+        pages: u64,
         _: PageSize,
         wake: Wake,
     ) -> Result<(), RangeError> {
-        self.fill(RangeOp::Poison, (start, len), wake, |state, page| {
+        self.fill(RangeOp::Poison, (first, pages), wake, |state, page| {
             let entry = &mut state.entries[page.index()];
             let empty = *entry == Entry::Empty;
             if empty {
@@ -263,8 +257,8 @@ impl Kernel for Arc<Model> {
         })
     }
 
-    fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError> {
-        Model::wake(self, self.pages(start, len));
+    fn wake(&self, first: RamPage, pages: u64) -> Result<(), RangeError> {
+        Model::wake(self, first.0..first.0 + pages);
         Ok(())
     }
 
