@@ -27,6 +27,7 @@
 //! | `cpuid`, `msr`, `start` | parts of that state |
 //! | `probe` | a test run of a guest |
 //! | `trial` | the choice of a fault delivery, by measuring |
+//! | `faults` | fault delivery for a VM that a VMM has made itself |
 
 mod cpuid;
 mod device;
@@ -35,6 +36,7 @@ mod dirty_bitmap;
 mod dirty_ring;
 mod events;
 mod exits;
+mod faults;
 mod kick;
 mod machine;
 mod msr;
@@ -60,6 +62,7 @@ mod vcpu;
 mod vm;
 
 pub use dirty::{DirtyTracking, dirty_ring_entries};
+pub use faults::KvmFaults;
 pub use machine::{create, create_on, create_pluggable, create_with};
 pub use plug::MemoryPlug;
 pub use probe::probe_vm;

@@ -58,8 +58,8 @@ pub(super) fn deliveries_on(backing: Backing) -> Vec<Delivery> {
     found
 }
 
-/// The delivery for a VM of `vcpus` vCPUs with memory of `backing`, if the caller may have `wanted`
-/// one.
+/// The delivery for a VM of `vcpus` vCPUs with memory of `backing`: the `wanted` one, or else one of
+/// those that are `usable`, which are in the order of [`deliveries_on`].
 ///
 /// # Errors
 /// As [`choose`].
@@ -67,31 +67,39 @@ pub(super) fn delivery_for(
     vcpus: u32,
     backing: Backing,
     wanted: Option<Delivery>,
+    usable: impl FnOnce() -> Vec<Delivery>,
 ) -> Result<DeliveryInUse, MachineError> {
-    let (delivery, because) = match (wanted, only_delivery(backing)) {
-        (Some(delivery), _) => (delivery, "it was requested"),
-        (None, Some(only)) => only,
-        (None, None) => return choose(vcpus),
-    };
-    Ok(DeliveryInUse {
+    match (wanted, only_delivery(backing)) {
+        (Some(delivery), _) => Ok(requested(delivery)),
+        (None, None) => choose(vcpus, &usable()),
+        (None, Some((delivery, because))) => Ok(DeliveryInUse {
+            delivery,
+            because: because.into(),
+        }),
+    }
+}
+
+fn requested(delivery: Delivery) -> DeliveryInUse {
+    DeliveryInUse {
         delivery,
-        because: because.into(),
-    })
+        because: "it was requested".into(),
+    }
 }
 
 fn deliveries() -> Vec<Delivery> {
     deliveries_on(Backing::Shmem)
 }
 
-/// The delivery for a VM of `vcpus` vCPUs.
+/// The delivery for a VM of `vcpus` vCPUs, one of `among`.
 ///
 /// # Errors
-/// [`MachineError::EngineUnavailable`] if this host has no delivery.
-fn choose(vcpus: u32) -> Result<DeliveryInUse, MachineError> {
+/// [`MachineError::EngineUnavailable`] if there is none.
+fn choose(vcpus: u32, among: &[Delivery]) -> Result<DeliveryInUse, MachineError> {
     let trial = trial(vcpus > usable().count());
-    if let Some((delivery, fastest)) = trial.microseconds.first() {
-        let others = trial.microseconds[1..]
-            .iter()
+    let measured = trial.microseconds.iter();
+    let mut measured = measured.filter(|(delivery, _)| among.contains(delivery));
+    if let Some((delivery, fastest)) = measured.next() {
+        let others = measured
             .map(|(other, us)| format!(", {other} {us:.0}"))
             .collect::<String>();
         return Ok(DeliveryInUse {
@@ -102,8 +110,9 @@ fn choose(vcpus: u32) -> Result<DeliveryInUse, MachineError> {
             ),
         });
     }
-    let first = deliveries().first().copied();
-    first
+    among
+        .first()
+        .copied()
         .map(|delivery| DeliveryInUse {
             delivery,
             because: "no trial worked here, and it is the newest that the kernel has".into(),
@@ -137,8 +146,7 @@ fn arm(
     missing: &Arc<PageBitmap>,
     delivery: Delivery,
 ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
-    let in_use = delivery_for(vm.vcpus, vm.ram.backing(), Some(delivery))?;
-    vm.arm(missing, in_use, &delivery.into())
+    vm.arm(missing, requested(delivery), &delivery.into())
 }
 
 /// A machine of `pages` pages whose vCPUs touch the pages that `own` gives, and then ring.
@@ -386,7 +394,7 @@ mod tests {
                 "{trial:?}"
             );
         }
-        let crowded = choose(usable().count() + 1).unwrap();
+        let crowded = choose(usable().count() + 1, &deliveries()).unwrap();
         assert_eq!(crowded.delivery, trial(true).microseconds[0].0);
         assert!(crowded.because.contains("us a page"), "{}", crowded.because);
     }

@@ -75,6 +75,12 @@ pub(super) fn create_on(
         return Err(LayoutError::Vcpus(vcpus).into());
     }
     check_layout(ram.layout())?;
+    if !ram.is_adjacent() {
+        return Err(MachineError::Adopt(
+            "this engine's slots show mappings of its own: adopt the memory without `mapped_at`"
+                .into(),
+        ));
+    }
     let kvm = open(c"/dev/kvm")?;
     let most = kvm.get_max_vcpus();
     if vcpus as usize > most {

@@ -65,6 +65,8 @@ use pageferry_userfault::uffd::{Features, UffdSupport};
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, PoisonError};
 
+/// `KVM_MEMORY_EXIT_FLAG_USERFAULT` of the KVM Userfault series (James Houghton, December 2024).
+pub(super) const EXIT_FLAG_USERFAULT: u64 = 1 << 4;
 /// The number of locks that order the copies of pages.
 const COPY_LOCKS: usize = 64;
 
