@@ -95,8 +95,18 @@ fn page_fault(event: Event) -> Result<PageFault, MachineError> {
         Event::PageFault(fault) => Ok(fault),
         other => Err(MachineError::os(
             "userfaultfd sent an event that was not requested (expected page faults only)",
-            io::Error::other(format!("{other:?}")),
+            io::Error::other(described(&other)),
         )),
+    }
+}
+
+fn described(event: &Event) -> String {
+    match event {
+        Event::PageFault(fault) => format!("PageFault at {}", fault.address),
+        Event::Fork { .. } => "Fork of a child process".into(),
+        Event::Remap { from, to, len } => format!("Remap of {len} bytes from {from} to {to}"),
+        Event::Remove { start, end } => format!("Remove of {start} to {end}"),
+        Event::Unmap { start, end } => format!("Unmap of {start} to {end}"),
     }
 }
 
@@ -130,6 +140,7 @@ mod tests {
             let said = page_fault(event).unwrap_err().to_string();
             assert!(said.contains("expected page faults only"), "{said}");
             assert!(said.contains(name), "{said}");
+            assert!(!said.contains('{'), "{said}");
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The test whether KVM works here, by running a guest.
 
+use super::exits::described;
 use super::vm::{KvmOptions, create};
 use crate::{
     AccessError, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineError, MachineSpec, StartState,
@@ -107,7 +108,8 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
             "a VM can be created, but its guest makes no progress".into(),
         )),
         Ok(other) => Err(MachineError::EngineUnavailable(format!(
-            "a VM can be created, but its guest left for an unexpected reason ({other:?})"
+            "a VM can be created, but its guest left for an unexpected reason: {}",
+            described(&other)
         ))),
         Err(why) => Err(MachineError::EngineUnavailable(format!(
             "a VM can be created, but its guest does not run: {why}"

@@ -128,7 +128,8 @@ impl KvmVcpu {
                         Ok(leaves.then(|| memory_fault(page, access.write)))
                     }
                     Some(page) => {
-                        Err(self.failed(&format!("KVM cannot reach the guest's RAM at {page:?}")))
+                        Err(self
+                            .failed(&format!("KVM cannot reach page {page} of the guest's RAM")))
                     }
                 }
             }
@@ -194,7 +195,7 @@ impl KvmVcpu {
     /// host's memory is broken.
     fn met_marker(&self, page: RamPage) -> Result<bool, MachineError> {
         let met = self.shared.faults.met_marker(page);
-        met.map_err(|e| self.failed(&format!("{page:?}: {e}")))
+        met.map_err(|e| self.failed(&format!("page {page} of RAM: {e}")))
     }
 
     /// Handles an error of `KVM_RUN` other than a signal.
