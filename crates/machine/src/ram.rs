@@ -15,7 +15,7 @@
 //! places or sends pages takes the privileged way ([`GuestRam::unchecked`]).
 
 use crate::access::{Fetch, MapPages, StoreRules};
-use crate::gate::Gate;
+use crate::gate::AccessGate;
 use crate::written::WriteLog;
 use crate::{Backing, MachineError, RamLayout};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
@@ -175,7 +175,7 @@ pub struct GuestRam {
     alias: Option<Mapping>,
     files: Vec<RamFile>,
     /// Before the VMM's own accesses.
-    pub(crate) gate: Gate,
+    pub(crate) gate: AccessGate,
     /// The pages that the VMM wrote.
     pub(crate) written: WriteLog,
     /// The source of missing pages. Weak, since it holds the machine.
@@ -238,7 +238,7 @@ impl GuestRam {
         let alias = (!files.is_empty()).then(map).transpose()?;
         Ok(Self {
             written: WriteLog::try_new(layout.pages())?,
-            gate: Gate::default(),
+            gate: AccessGate::default(),
             fetch: OnceLock::new(),
             map: OnceLock::new(),
             rules: OnceLock::new(),

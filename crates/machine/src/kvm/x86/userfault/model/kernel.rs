@@ -24,7 +24,7 @@ pub(super) fn placing(ram: &GuestRam) -> UncheckedRam<'_> {
 
 /// An entry of the guest mapping's page table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Entry {
+pub(super) enum Pte {
     Empty,
     Marker,
     Mapped,
@@ -37,7 +37,7 @@ pub(super) enum Touch {
 }
 
 pub(super) struct State {
-    pub(super) entries: [Entry; PAGES as usize],
+    pub(super) entries: [Pte; PAGES as usize],
     /// Whether the mapping is registered, and then whether it is for minor faults too.
     registered: Option<bool>,
     /// The number of the last sleep.
@@ -73,7 +73,7 @@ impl Model {
         Arc::new(Self {
             ram,
             state: Mutex::new(State {
-                entries: [Entry::Empty; PAGES as usize],
+                entries: [Pte::Empty; PAGES as usize],
                 registered: Some(minor),
                 last: 0,
                 sleepers: Vec::new(),
@@ -149,13 +149,13 @@ impl Model {
         let mut state = self.lock();
         loop {
             match state.entries[page.index()] {
-                Entry::Marker => return Touch::Marker,
-                Entry::Mapped => {
+                Pte::Marker => return Touch::Marker,
+                Pte::Mapped => {
                     let mut bytes = [0; PAGE_SIZE as usize];
                     placing(&self.ram).read(page, &mut bytes);
                     return Touch::Byte(bytes[0]);
                 }
-                Entry::Empty => {}
+                Pte::Empty => {}
             }
             let cached = self.in_page_cache(page);
             if state.registered.is_some_and(|minor| minor || !cached) {
@@ -171,7 +171,7 @@ impl Model {
                 if !cached {
                     placing(&self.ram).zero(page);
                 }
-                state.entries[page.index()] = Entry::Mapped;
+                state.entries[page.index()] = Pte::Mapped;
             }
         }
     }
@@ -191,8 +191,8 @@ impl Model {
     /// Drops a mapping, as reclaim does. Markers stay.
     pub(super) fn reclaim(&self, page: RamPage) {
         let entry = &mut self.lock().entries[page.index()];
-        if *entry == Entry::Mapped {
-            *entry = Entry::Empty;
+        if *entry == Pte::Mapped {
+            *entry = Pte::Empty;
         }
     }
 }
@@ -209,9 +209,9 @@ impl Kernel for Arc<Model> {
             let entry = &mut state.entries[page.index()];
             match *entry {
                 _ if !self.in_page_cache(page) => Err(Errno::FAULT),
-                Entry::Mapped => Ok(false),
-                Entry::Empty | Entry::Marker => {
-                    *entry = Entry::Mapped;
+                Pte::Mapped => Ok(false),
+                Pte::Empty | Pte::Marker => {
+                    *entry = Pte::Mapped;
                     Ok(true)
                 }
             }
@@ -224,7 +224,7 @@ impl Kernel for Arc<Model> {
                 return Err(Errno::EXIST);
             }
             placing(&self.ram).zero(page);
-            state.entries[page.index()] = Entry::Mapped;
+            state.entries[page.index()] = Pte::Mapped;
             Ok(true)
         })
     }
@@ -235,7 +235,7 @@ impl Kernel for Arc<Model> {
                 return Err(Errno::EXIST);
             }
             placing(&self.ram).write_at(page, 0, bytes);
-            state.entries[page.index()] = Entry::Mapped;
+            state.entries[page.index()] = Pte::Mapped;
             Ok(true)
         })
     }
@@ -249,9 +249,9 @@ impl Kernel for Arc<Model> {
     ) -> Result<(), RangeError> {
         self.fill(RangeOp::Poison, (first, pages), wake, |state, page| {
             let entry = &mut state.entries[page.index()];
-            let empty = *entry == Entry::Empty;
+            let empty = *entry == Pte::Empty;
             if empty {
-                *entry = Entry::Marker;
+                *entry = Pte::Marker;
             }
             Ok(empty)
         })
@@ -276,14 +276,14 @@ impl Kernel for Arc<Model> {
 
     fn drop_mappings(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
         for page in first.0..first.0 + pages {
-            self.lock().entries[page as usize] = Entry::Empty;
+            self.lock().entries[page as usize] = Pte::Empty;
         }
         Ok(())
     }
 
     fn markers(&self, pages: Range<u64>) -> Result<Option<Vec<bool>>, MachineError> {
         let entries = self.lock().entries;
-        let of = |page| entries[page as usize] == Entry::Marker;
+        let of = |page| entries[page as usize] == Pte::Marker;
         Ok(Some(pages.map(of).collect()))
     }
 

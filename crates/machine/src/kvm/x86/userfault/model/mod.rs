@@ -44,7 +44,7 @@ mod kernel;
 use super::FaultPath;
 use crate::kvm::x86::poison::mark;
 use crate::{Delivery, DeliveryInUse, GuestRam, RamLayout};
-use kernel::{Entry, Model, Touch, placing};
+use kernel::{Model, Pte, Touch, placing};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::{Claim, PageBitmap, PageStates};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
@@ -184,7 +184,7 @@ impl Vm {
 
     fn assert_no_markers(&self) {
         let entries = self.kernel.lock().entries;
-        assert!(!entries.contains(&Entry::Marker), "a marker stays");
+        assert!(!entries.contains(&Pte::Marker), "a marker stays");
     }
 }
 
@@ -222,7 +222,7 @@ fn scenario(delivery: Delivery) {
     vm.assert_no_markers();
     assert!(vm.kernel.lock().sleepers.is_empty());
     // A marker that is left all the same is in nobody's way.
-    vm.kernel.lock().entries[0] = Entry::Marker;
+    vm.kernel.lock().entries[0] = Pte::Marker;
     vm.run_vcpu(0..1);
     vm.assert_no_markers();
 }
