@@ -6,13 +6,15 @@
 //!
 //! **Mechanism.** The files are mapped twice, as our own memfd is (`ram`). Each mapping has all
 //! regions one behind the other. So a page's address stays one addition, and no code above knows
-//! the files. The VMM keeps its own mappings of the same memfds: they show the same bytes.
+//! the files. The VMM keeps its own mappings of the same memfds: they show the same bytes. If its
+//! memory slots point at them, it names them ([`AdoptedRegion::mapped_at`]), and they take the place
+//! of the first of our mappings.
 //!
 //! **Neighbours.** `ram` has the memory, `layout` the regions.
 
 use crate::ram::RamFile;
 use crate::{Backing, GuestRam, LayoutError, MachineError, RamLayout};
-use pageferry_addr::{Gpa, PAGE_SIZE};
+use pageferry_addr::{Gpa, Hva, PAGE_SIZE};
 use rustix::fs::SealFlags;
 use std::os::fd::OwnedFd;
 
@@ -27,6 +29,7 @@ pub struct AdoptedRegion {
     bytes: u64,
     fd: OwnedFd,
     offset: u64,
+    mapped: Option<Hva>,
 }
 
 impl AdoptedRegion {
@@ -39,6 +42,17 @@ impl AdoptedRegion {
             bytes,
             fd,
             offset,
+            mapped: None,
+        }
+    }
+
+    /// The same region, which the VMM has mapped at `hva` for its guest. So the VMM's memory slots
+    /// point there, and [`KvmFaults`](crate::kvm::KvmFaults) delivers the faults of that mapping.
+    #[must_use]
+    pub fn mapped_at(self, hva: Hva) -> Self {
+        Self {
+            mapped: Some(hva),
+            ..self
         }
     }
 }
@@ -96,8 +110,10 @@ impl GuestRam {
     /// # Errors
     /// As [`RamLayout::new`]. [`MachineError::Adopt`] if a descriptor is no memfd, the memfds are
     /// of several kinds, one is too small or cannot be sealed, an offset is no multiple of its page,
-    /// or two regions have bytes of a memfd in common. When the host has no room for the mappings.
-    /// Memfds may be sealed then.
+    /// or two regions have bytes of a memfd in common. The same for an address of
+    /// [`AdoptedRegion::mapped_at`] that is no multiple of the page, that lies in another region's
+    /// mapping, or that not all regions have. When the host has no room for the mappings. Memfds may
+    /// be sealed then.
     ///
     /// # Safety
     /// From now on, only two kinds of code write these bytes, by whatever mapping or descriptor:
@@ -105,11 +121,16 @@ impl GuestRam {
     /// vCPU writes none while it is paused, and touches none of a page whose bit in the missing
     /// bitmap is set, or waits for it as vCPUs of this crate's engines do. Nobody else reads such a
     /// page either: a read would fill the memfd's hole with zeros.
+    ///
+    /// At an address of [`AdoptedRegion::mapped_at`] is a mapping of exactly the region's bytes of
+    /// the memfd (`MAP_SHARED`, readable and writable). It stays there until the memory is dropped,
+    /// and only vCPUs touch it.
     pub unsafe fn adopt(regions: Vec<AdoptedRegion>) -> Result<Self, MachineError> {
         let places: Vec<_> = regions.iter().map(|r| (r.start, r.bytes)).collect();
         let layout = RamLayout::new(&places)?;
         let mut backing = None;
         let mut files = Vec::with_capacity(regions.len());
+        check_mappings(&regions)?;
         for region in &regions {
             let (kind, file) = check(region)?;
             let other = regions.iter().zip(&files).find(|(other, before)| {
@@ -136,10 +157,42 @@ impl GuestRam {
             pages: place.pages,
             fd: region.fd,
             offset: region.offset,
+            mapped: region.mapped,
         });
         let files = files.collect();
         Self::of_files(layout, backing, files)
     }
+}
+
+/// Checks that the VMM has mapped all regions or none, each at addresses of its own.
+fn check_mappings(regions: &[AdoptedRegion]) -> Result<(), MachineError> {
+    let mut before: Vec<(&AdoptedRegion, std::ops::Range<u64>)> = Vec::new();
+    for region in regions {
+        if region.mapped.is_some() != regions[0].mapped.is_some() {
+            let why = "call `mapped_at` for all regions, or for none";
+            return Err(refused(region, why));
+        }
+        let Some(Hva(start)) = region.mapped else {
+            continue;
+        };
+        let end = start.checked_add(region.bytes);
+        let Some(end) = end.filter(|_| start != 0) else {
+            let why = format!("no mapping of {} bytes begins at {start:#x}", region.bytes);
+            return Err(refused(region, why));
+        };
+        let other = before
+            .iter()
+            .find(|(_, at)| start < at.end && at.start < end);
+        if let Some((other, at)) = other {
+            let why = format!(
+                "its mapping at {start:#x} is in part that of the region at {}, which is at {:#x}",
+                other.start, at.start
+            );
+            return Err(refused(region, why));
+        }
+        before.push((region, start..end));
+    }
+    Ok(())
 }
 
 fn refused(region: &AdoptedRegion, why: impl std::fmt::Display) -> MachineError {
@@ -184,6 +237,12 @@ fn check(region: &AdoptedRegion) -> Result<(Backing, (u64, u64)), MachineError> 
     let page = backing.page_size().bytes().max(PAGE_SIZE);
     if !region.offset.is_multiple_of(page) {
         let why = format!("its offset {} is no multiple of {page}", region.offset);
+        return Err(refused(region, why));
+    }
+    if let Some(Hva(start)) = region.mapped
+        && !start.is_multiple_of(page)
+    {
+        let why = format!("its mapping at {start:#x} begins at no multiple of {page}");
         return Err(refused(region, why));
     }
     let no_memfd = |_| refused(region, "its descriptor is no memfd: use memfd_create(2)");

@@ -320,7 +320,8 @@ pub trait Machine: Send + Sync {
     /// # Errors
     /// When the kernel does not give the list of mappings.
     fn host_large_bytes(&self) -> Result<u64, MachineError> {
-        huge::host_bytes(self.ram(), self.ram().alias_hva(RamPage(0)))
+        let ram = self.ram();
+        huge::host_bytes(std::iter::once((ram.alias_hva(RamPage(0)), ram.pages())))
     }
 
     /// The bytes of RAM that the engine itself maps so for its vCPUs. `None` if KVM does not count

@@ -48,14 +48,14 @@ pub(crate) enum Use {
 
 /// The gate of one VM's memory.
 #[derive(Default)]
-pub(crate) struct Gate {
+pub(crate) struct AccessGate {
     state: AtomicU64,
     /// The missing bitmap, once the machine was armed.
     missing: OnceLock<Arc<PageBitmap>>,
 }
 
-impl Gate {
-    /// Lets an access in. It is under way until [`Gate::leave`].
+impl AccessGate {
+    /// Lets an access in. It is under way until [`AccessGate::leave`].
     pub(crate) fn enter(&self, access: Use) -> Result<(), AccessError> {
         let mut state = self.state.load(Ordering::Relaxed);
         loop {
@@ -159,7 +159,7 @@ mod tests {
     /// Threads that are refused, and that try again at once, are not under way.
     #[test]
     fn refused_accesses_do_not_delay_a_thread_that_closes_the_gate() {
-        let gate = Gate::default();
+        let gate = AccessGate::default();
         let stop = pageferry_testkit::Stop::new();
         std::thread::scope(|scope| {
             let _stop = stop.on_drop();
@@ -195,7 +195,7 @@ mod model {
     use shuttle::thread;
 
     /// Enters, and counts itself while it is inside.
-    fn access(gate: &Gate, access: Use, inside: &Inside) {
+    fn access(gate: &AccessGate, access: Use, inside: &Inside) {
         if gate.enter(access).is_ok() {
             inside.fetch_add(1, Ordering::SeqCst);
             inside.fetch_sub(1, Ordering::SeqCst);
@@ -205,7 +205,7 @@ mod model {
 
     /// A thread that reads, one that writes, and one that freezes the memory, arms and begins.
     fn scenario() {
-        let gate = Arc::new(Gate::default());
+        let gate = Arc::new(AccessGate::default());
         let inside = [(); 2].map(|()| Arc::new(Inside::new(0)));
         let [reads, writes] = &inside;
         let threads: Vec<_> = [(Use::Read, reads), (Use::Write, writes)]

@@ -9,7 +9,7 @@
 //! A page of private memory that was only read counts as written.
 
 use crate::{GuestRam, MachineError};
-use pageferry_addr::{Hva, PageSize, RamPage};
+use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use std::fs;
 use std::ops::Range;
 
@@ -43,9 +43,9 @@ pub(crate) fn whole_range(ram: &GuestRam, first: RamPage) -> Range<usize> {
     first.index()..first.index() + pages as usize
 }
 
-/// Collapses the 2 MiB from `first` in the mapping of RAM that begins at `mapping`. None of its
-/// pages may be missing.
-pub(crate) fn collapse(ram: &GuestRam, mapping: Hva, first: RamPage) -> Collapsed {
+/// Collapses the 2 MiB from `first` in a mapping of RAM that has `first` at `at`. None of its pages
+/// may be missing.
+pub(crate) fn collapse(ram: &GuestRam, at: Hva, first: RamPage) -> Collapsed {
     if ram.backing().is_hugetlb() {
         return Collapsed::Huge;
     }
@@ -53,21 +53,26 @@ pub(crate) fn collapse(ram: &GuestRam, mapping: Hva, first: RamPage) -> Collapse
     if !ram.is_allocated(first, pages).unwrap_or(false) {
         return Collapsed::Incomplete;
     }
-    let at = (mapping.0 + first.byte_offset()) as *mut _;
-    // SAFETY: `is_allocated` checked that the range is RAM, and the mapping has all of RAM.
-    // Collapsing changes no byte.
+    // One file has no huge page for a range that others share.
+    if ram.files(first, pages).count() > 1 {
+        return Collapsed::Refused;
+    }
+    let at = at.0 as *mut _;
+    // SAFETY: `is_allocated` checked that the range is RAM. A mapping has the pages of one file one
+    // behind the other. Collapsing changes no byte.
     match unsafe { libc::madvise(at, PageSize::Size2M.bytes() as usize, MADV_COLLAPSE) } {
         0 => Collapsed::Huge,
         _ => Collapsed::Refused,
     }
 }
 
-/// The bytes of RAM's mapping at `mapping` that the host maps by huge pages.
-pub(crate) fn host_bytes(ram: &GuestRam, mapping: Hva) -> Result<u64, MachineError> {
+/// The bytes of these runs of pages that the host maps by huge pages.
+pub(crate) fn host_bytes(runs: impl Iterator<Item = (Hva, u64)>) -> Result<u64, MachineError> {
     let smaps = fs::read_to_string("/proc/self/smaps")
         .map_err(|e| MachineError::os("cannot read the mappings of this process", e))?;
-    let end = mapping.0 + ram.layout().bytes();
-    Ok(huge_bytes(&smaps, mapping.0, end))
+    let bytes =
+        |(start, pages): (Hva, u64)| huge_bytes(&smaps, start.0, start.0 + pages * PAGE_SIZE);
+    Ok(runs.map(bytes).sum())
 }
 
 /// The huge bytes of all mappings of `smaps` in a range of addresses.

@@ -3,7 +3,8 @@
 //!
 //! Memory slots point at the **guest's mapping**, where userfaultfd may make a touch sleep. The
 //! **alias** is the VMM's own view of the same pages. Touching it never faults into userfaultfd. So
-//! bytes can be put in their final place before the guest can see them.
+//! bytes can be put in their final place before the guest can see them. The guest's mapping may be
+//! one that the VMM has made itself (`adopt`), with a place of its own for each file.
 //!
 //! Private memory ([`Backing::Anonymous`]) has no second mapping: the alias is the guest's mapping.
 //! userfaultfd watches it from the start of post-copy on. From then on no thread that brings pages
@@ -14,7 +15,7 @@
 //! places or sends pages takes the privileged way ([`GuestRam::unchecked`]).
 
 use crate::access::{Fetch, MapPages, StoreRules};
-use crate::gate::Gate;
+use crate::gate::AccessGate;
 use crate::written::WriteLog;
 use crate::{Backing, MachineError, RamLayout};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
@@ -160,18 +161,21 @@ pub(crate) struct RamFile {
     pub(crate) fd: OwnedFd,
     /// The place of its first page in the memfd, in bytes.
     pub(crate) offset: u64,
+    /// The VMM's own mapping of it for the guest.
+    pub(crate) mapped: Option<Hva>,
 }
 
 /// The memory of one VM.
 pub struct GuestRam {
     layout: RamLayout,
     backing: Backing,
-    guest: Mapping,
+    /// `None` if the VMM has mapped all files for the guest.
+    guest: Option<Mapping>,
     /// The second mapping, and the memfds in order. Private memory has neither.
     alias: Option<Mapping>,
     files: Vec<RamFile>,
     /// Before the VMM's own accesses.
-    pub(crate) gate: Gate,
+    pub(crate) gate: AccessGate,
     /// The pages that the VMM wrote.
     pub(crate) written: WriteLog,
     /// The source of missing pages. Weak, since it holds the machine.
@@ -214,11 +218,13 @@ impl GuestRam {
             pages: layout.pages(),
             fd,
             offset: 0,
+            mapped: None,
         });
         Self::of_files(layout, backing, file.into_iter().collect())
     }
 
     /// Memory of these files, which have all pages of the layout, or private memory without files.
+    /// The VMM has mapped all of the files or none.
     pub(crate) fn of_files(
         layout: RamLayout,
         backing: Backing,
@@ -227,11 +233,12 @@ impl GuestRam {
         let bytes = usize::try_from(layout.bytes())
             .map_err(|_| crate::LayoutError::TooLarge(layout.bytes()))?;
         let map = || Mapping::new(&files, bytes, backing);
-        let guest = map()?;
+        let is_mapped = files.first().is_some_and(|file| file.mapped.is_some());
+        let guest = (!is_mapped).then(map).transpose()?;
         let alias = (!files.is_empty()).then(map).transpose()?;
         Ok(Self {
             written: WriteLog::try_new(layout.pages())?,
-            gate: Gate::default(),
+            gate: AccessGate::default(),
             fetch: OnceLock::new(),
             map: OnceLock::new(),
             rules: OnceLock::new(),
@@ -274,7 +281,11 @@ impl GuestRam {
     }
 
     fn alias_start(&self) -> *mut u8 {
-        self.alias.as_ref().unwrap_or(&self.guest).start.as_ptr()
+        let mapping = self.alias.as_ref().or(self.guest.as_ref());
+        mapping
+            .expect("only files have no own mapping for the guest, and they have an alias")
+            .start
+            .as_ptr()
     }
 
     /// The pointer to `pages` pages from `page` in the alias.
@@ -287,8 +298,26 @@ impl GuestRam {
     /// The address of `page` in the guest's mapping, for a memory slot.
     #[must_use]
     pub fn guest_hva(&self, page: RamPage) -> Hva {
-        let offset = self.offset(page, 0);
-        Hva(self.guest.start.as_ptr() as u64 + offset as u64)
+        let offset = self.offset(page, 0) as u64;
+        let (first, start) = match &self.guest {
+            Some(mapping) => (RamPage(0), mapping.start.as_ptr() as u64),
+            None => self.mapped_file(page),
+        };
+        Hva(start + offset - first.byte_offset())
+    }
+
+    /// The file of a page that the VMM has mapped: its first page and its address. The end of RAM
+    /// counts to the last file.
+    fn mapped_file(&self, page: RamPage) -> (RamPage, u64) {
+        let behind = self.files.partition_point(|file| file.first <= page);
+        let file = &self.files[behind - 1];
+        let mapped = file.mapped.expect("all files are mapped, or none");
+        (file.first, mapped.0)
+    }
+
+    /// Whether the guest's mapping is one of our own, with all of RAM at adjacent addresses.
+    pub(crate) fn is_adjacent(&self) -> bool {
+        self.guest.is_some()
     }
 
     /// The address of `page` in the alias, for an engine whose slots point at the alias.
@@ -301,8 +330,33 @@ impl GuestRam {
     /// The page at `hva` of the guest's mapping, if it is in there.
     #[must_use]
     pub fn page_at_guest_hva(&self, hva: Hva) -> Option<RamPage> {
-        let offset = hva.0.checked_sub(self.guest.start.as_ptr() as u64)?;
-        (offset < self.layout.bytes()).then_some(RamPage(offset / PAGE_SIZE))
+        let within = |start: u64, first: RamPage, pages: u64| {
+            let page = hva.0.checked_sub(start)? / PAGE_SIZE;
+            (page < pages).then_some(RamPage(first.0 + page))
+        };
+        match &self.guest {
+            Some(mapping) => within(mapping.start.as_ptr() as u64, RamPage(0), self.pages()),
+            None => {
+                (self.files.iter()).find_map(|file| within(file.mapped?.0, file.first, file.pages))
+            }
+        }
+    }
+
+    /// The guest's mapping of `pages` pages from `first`, in ascending runs: each with its address
+    /// and its number of pages. A run ends with the mapping of its file.
+    pub(crate) fn guest_runs(
+        &self,
+        first: RamPage,
+        pages: u64,
+    ) -> impl Iterator<Item = (Hva, u64)> {
+        let all = self.files.is_empty().then_some(pages);
+        let of_files = self.files(first, pages).map(|(_, _, pages)| pages);
+        let mut at = first;
+        all.into_iter().chain(of_files).map(move |pages| {
+            let run = (self.guest_hva(at), pages);
+            at.0 += pages;
+            run
+        })
     }
 
     /// The parts of memfds behind `pages` pages from `first`: each with its place in bytes and its

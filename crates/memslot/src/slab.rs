@@ -30,7 +30,7 @@ struct Head<D> {
 }
 
 #[repr(C, align(64))]
-struct Place<D>(MaybeUninit<Slot<D>>);
+struct RecordPlace<D>(MaybeUninit<Slot<D>>);
 
 /// The records of one table.
 pub(crate) struct Slab<D> {
@@ -40,9 +40,9 @@ pub(crate) struct Slab<D> {
 }
 
 impl<D> Slab<D> {
-    const STRIDE: usize = size_of::<Place<D>>();
+    const STRIDE: usize = size_of::<RecordPlace<D>>();
     /// The offset of the first place: behind the head, aligned as places are.
-    const FIRST: usize = LINE.next_multiple_of(align_of::<Place<D>>());
+    const FIRST: usize = LINE.next_multiple_of(align_of::<RecordPlace<D>>());
     /// At least 2 KiB, and room for at least 8 records.
     const CHUNK: usize = {
         let wanted = Self::FIRST + 8 * Self::STRIDE;
@@ -55,7 +55,7 @@ impl<D> Slab<D> {
     const ALL_FREE: u64 = u64::MAX >> (64 - Self::PLACES);
     const LAYOUT: Layout = {
         assert!(size_of::<Head<D>>() == LINE);
-        match Layout::from_size_align(Self::CHUNK, align_of::<Place<D>>()) {
+        match Layout::from_size_align(Self::CHUNK, align_of::<RecordPlace<D>>()) {
             Ok(layout) => layout,
             Err(_) => panic!("a record is too large"),
         }

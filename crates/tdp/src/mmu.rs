@@ -85,7 +85,8 @@ impl<F: Format, P: Platform> Mmu<F, P> {
         Worker::new(Arc::clone(self))
     }
 
-    /// The frame of the root, for the hardware. It changes when everything is zapped, and
+    /// The frame of the root, for the hardware: the format makes the register's value of it, such
+    /// as [`Ept::eptp`](crate::format::Ept::eptp). It changes when everything is zapped, and
     /// [`Flush::Roots`](crate::Flush::Roots) then tells the platform.
     #[must_use]
     pub fn root(&self) -> Pfn {

@@ -74,7 +74,14 @@ pub unsafe trait Platform: Send + Sync {
         self.pointer(Pfn(address >> PAGE_SHIFT))
     }
 
-    /// Flushes the TLBs of all vCPUs and waits until that is done.
+    /// Flushes the TLBs of all vCPUs and waits until that is done. The instructions of each kind of
+    /// hardware are written out at its root register: [`Ept::eptp`], [`Npt::n_cr3`],
+    /// [`RiscvX4::hgatp`] and [`Arm64Stage2::vttbr_el2`].
+    ///
+    /// [`Ept::eptp`]: crate::format::Ept::eptp
+    /// [`Npt::n_cr3`]: crate::format::Npt::n_cr3
+    /// [`RiscvX4::hgatp`]: crate::format::RiscvX4::hgatp
+    /// [`Arm64Stage2::vttbr_el2`]: crate::format::Arm64Stage2::vttbr_el2
     ///
     /// The MMU never calls it inside [`Worker::fault`](crate::Worker::fault) or
     /// [`fast_fault`](crate::Worker::fast_fault), so it may wait for vCPUs to leave those. It does

@@ -112,16 +112,17 @@ pub struct Full {
 /// `struct kvm_dirty_gfn`.
 #[derive(Debug)]
 #[repr(C)]
-struct Entry {
+struct RingEntry {
     flags: AtomicU32,
     slot: AtomicU32,
     offset: AtomicU64,
 }
 
 #[cfg(not(any(loom, shuttle)))]
-const _: () = assert!(size_of::<Entry>() == 16 && core::mem::offset_of!(Entry, offset) == 8);
+const _: () =
+    assert!(size_of::<RingEntry>() == 16 && core::mem::offset_of!(RingEntry, offset) == 8);
 
-impl Entry {
+impl RingEntry {
     fn page(&self) -> DirtyPage {
         DirtyPage {
             slot: self.slot.load(Ordering::Relaxed),
@@ -132,7 +133,7 @@ impl Entry {
 
 #[derive(Debug)]
 struct Ring {
-    entries: Box<[Entry]>,
+    entries: Box<[RingEntry]>,
     /// The number of entries that were reset so far, from [`Ring::first`] on. It wraps.
     reset: Apart,
 }
@@ -152,7 +153,7 @@ impl Ring {
         0_u32.wrapping_sub(entries)
     }
 
-    fn entry(&self, count: u32) -> &Entry {
+    fn entry(&self, count: u32) -> &RingEntry {
         &self.entries[count as usize & (self.entries.len() - 1)]
     }
 }
@@ -169,7 +170,7 @@ pub fn new(entries: u32, reserve: u32) -> Result<(Producer, Harvester, Resetter)
     if reserve >= entries {
         return Err(BadRing::Reserve { entries, reserve });
     }
-    let empty = |_| Entry {
+    let empty = |_| RingEntry {
         flags: AtomicU32::new(EMPTY),
         slot: AtomicU32::new(0),
         offset: AtomicU64::new(0),

@@ -18,6 +18,7 @@ mod control;
 mod cpus;
 mod demo;
 mod detach;
+mod docs_links;
 mod interrupts;
 #[cfg_attr(
     not(feature = "bench"),

@@ -95,7 +95,7 @@ pub enum LrSc {
     /// Linux, cannot tell the difference. A linked stack whose pop relies on SC can lose an
     /// element.
     ///
-    /// A VM of several vCPUs is faster with it: see `docs/decisions.md`.
+    /// A VM of several vCPUs is faster with it: see `docs/decisions/hypervisor.md`.
     ByValue,
 }
 

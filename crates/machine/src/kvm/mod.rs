@@ -19,8 +19,8 @@ mod x86;
 
 #[cfg(target_arch = "x86_64")]
 pub use x86::{
-    DirtyTracking, Irqchip, KvmOptions, KvmSlot, MemoryPlug, create, create_on, create_pluggable,
-    create_with, delivery_trials, dirty_ring_entries, probe_vm,
+    DirtyTracking, Irqchip, KvmFaults, KvmOptions, KvmSlot, MemoryPlug, create, create_on,
+    create_pluggable, create_with, delivery_trials, dirty_ring_entries, probe_vm,
 };
 
 #[cfg(not(target_arch = "x86_64"))]

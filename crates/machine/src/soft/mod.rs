@@ -287,7 +287,7 @@ impl Machine for SoftMachine {
         let missing = self.slots().missing.clone();
         match missing.and_then(|missing| missing.next_set(range.start)) {
             Some(missing) if missing < range.end => Collapsed::Missing,
-            _ => huge::collapse(&self.ram, self.ram.alias_hva(RamPage(0)), first),
+            _ => huge::collapse(&self.ram, self.ram.alias_hva(first), first),
         }
     }
 

@@ -27,6 +27,8 @@ mod kvm_mmu_stress;
 #[cfg(target_arch = "x86_64")]
 mod kvm_move;
 #[cfg(target_arch = "x86_64")]
+mod kvm_own;
+#[cfg(target_arch = "x86_64")]
 mod kvm_plug;
 #[cfg(target_arch = "x86_64")]
 mod kvm_read_only;

@@ -17,7 +17,7 @@
 
 use super::draft::Draft;
 use super::kind::{INNER, LEAST, MOST, Order, Reach};
-use super::leaf::{Entry, Leaf, room_for};
+use super::leaf::{Leaf, LeafEntry, room_for};
 use super::node::{Cell, Head, Inner, NEWEST, Node, upper_bound};
 use super::place::Place;
 use super::pool::{NodePool, Replaced};
@@ -177,7 +177,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     pub(crate) unsafe fn put(&mut self, slot: *const Slot<D>) {
         let old = self.tree.root.newest();
         // SAFETY: alive, as the caller says.
-        let new = unsafe { Entry::of::<O>(slot) };
+        let new = unsafe { LeafEntry::of::<O>(slot) };
         let effect = match view::<O, D>(&old) {
             // Only a leaf that is the whole tree grows. Others are split when they are full.
             Node::Leaf(leaf) if leaf.len() == leaf.room() => {
@@ -282,7 +282,7 @@ impl<O: Order, D> Edit<'_, O, D> {
 /// have retired it. If it is a leaf or the empty tree, the caller retires it.
 impl<O: Order, D> Edit<'_, O, D> {
     /// `last`: there is no node to the right of this one on its level.
-    fn put_below(&mut self, node: *const Head, new: &Entry<D>, last: bool) -> Effect {
+    fn put_below(&mut self, node: *const Head, new: &LeafEntry<D>, last: bool) -> Effect {
         match view::<O, D>(&node) {
             Node::Empty => {
                 let mut leaf = self.pool.leaf(room_for(1));
@@ -325,7 +325,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         &mut self,
         node: *const Head,
         leaf: Leaf<'_, O, D>,
-        new: &Entry<D>,
+        new: &LeafEntry<D>,
         last: bool,
     ) -> Effect {
         let at = rank_of_new(leaf, new.key);
@@ -337,7 +337,7 @@ impl<O: Order, D> Edit<'_, O, D> {
 
     /// Makes a leaf with twice the room of `leaf` and with `new` at index `at`. `leaf` is full and
     /// is the whole tree.
-    fn grown(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> *const Head {
+    fn grown(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &LeafEntry<D>) -> *const Head {
         let len = leaf.len();
         let mut copy = self.pool.leaf(room_for(len + 1));
         copy.append(leaf, 0..at);
@@ -352,7 +352,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         &mut self,
         leaf: Leaf<'_, O, D>,
         at: usize,
-        new: &Entry<D>,
+        new: &LeafEntry<D>,
     ) -> *const Head {
         let copy = self.pool.leaf(leaf.room());
         copy.with(leaf, at, new, self.version)

@@ -42,7 +42,7 @@ pub(crate) const fn kind_of(room: usize) -> usize {
 }
 
 /// One slot of a leaf.
-pub(crate) struct Entry<D> {
+pub(crate) struct LeafEntry<D> {
     pub(crate) key: u64,
     /// The end of the slot, if the order keeps ends.
     pub(crate) end: u64,
@@ -50,15 +50,15 @@ pub(crate) struct Entry<D> {
 }
 
 // Not derived: a derived impl would need `D: Copy`.
-impl<D> Clone for Entry<D> {
+impl<D> Clone for LeafEntry<D> {
     #[inline]
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<D> Copy for Entry<D> {}
+impl<D> Copy for LeafEntry<D> {}
 
-impl<D> Entry<D> {
+impl<D> LeafEntry<D> {
     /// The entry of `slot` in a tree of this order.
     ///
     /// # Safety
@@ -305,8 +305,8 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     }
 
     /// The slot at `index`. Writer only.
-    pub(crate) fn entry(self, index: usize) -> Entry<D> {
-        Entry {
+    pub(crate) fn entry(self, index: usize) -> LeafEntry<D> {
+        LeafEntry {
             key: self.key(index),
             end: self.ends().get(index).copied().unwrap_or(0),
             slot: self.record(index),

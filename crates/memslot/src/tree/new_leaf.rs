@@ -5,7 +5,7 @@
 //! New leaves. They are built slot by slot, or by a copy with one slot added, removed or replaced.
 
 use super::kind::{MOST, Order, Reach};
-use super::leaf::{Entry, LEAST_ROOM, Leaf, Parts};
+use super::leaf::{LEAST_ROOM, Leaf, LeafEntry, Parts};
 use super::node::Head;
 use crate::Slot;
 use crate::sync::{AtomicPtr, copy_own};
@@ -67,7 +67,7 @@ impl<O: Order, D> NewLeaf<O, D> {
     /// # Safety
     /// `at` is less than the room.
     #[inline]
-    unsafe fn write(&mut self, at: usize, entry: &Entry<D>) {
+    unsafe fn write(&mut self, at: usize, entry: &LeafEntry<D>) {
         // SAFETY: each part has `room` places.
         unsafe {
             self.keys().add(at).write(entry.key);
@@ -81,7 +81,7 @@ impl<O: Order, D> NewLeaf<O, D> {
 
     /// Adds a slot after the others.
     #[inline]
-    pub(crate) fn push(&mut self, entry: &Entry<D>) {
+    pub(crate) fn push(&mut self, entry: &LeafEntry<D>) {
         assert!(self.len < self.room, "a leaf is full");
         // SAFETY: less than the room.
         unsafe { self.write(self.len, entry) };
@@ -123,7 +123,7 @@ impl<O: Order, D> NewLeaf<O, D> {
     /// `at` is less than the room.
     #[inline]
     unsafe fn clear(&mut self, at: usize) {
-        let unused = Entry {
+        let unused = LeafEntry {
             key: MOST,
             end: 0,
             slot: ptr::null(),
@@ -143,7 +143,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         mut self,
         from: Leaf<'_, O, D>,
         at: usize,
-        entry: &Entry<D>,
+        entry: &LeafEntry<D>,
         version: u64,
     ) -> *const Head {
         let len = from.len();
@@ -181,7 +181,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         from: Leaf<'_, O, D>,
         at: usize,
         rank: usize,
-        entry: &Entry<D>,
+        entry: &LeafEntry<D>,
         version: u64,
     ) -> *const Head {
         let len = from.len();

@@ -13,7 +13,7 @@
 
 use super::edit::{Edit, rank_of_new, stays_alone};
 use super::kind::{MOST, Order, Reach};
-use super::leaf::{Entry, Leaf};
+use super::leaf::{Leaf, LeafEntry};
 use super::node::{Cell, Head, Node, upper_bound};
 use super::{At, Inner, NEWEST, Tree};
 use crate::Slot;
@@ -189,7 +189,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         // SAFETY: alive, as the caller says.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
         // SAFETY: as above.
-        let new = unsafe { Entry::of::<O>(slot) };
+        let new = unsafe { LeafEntry::of::<O>(slot) };
         // Otherwise bounds further up may have to be raised, or the leaf is full.
         if new.end > place.reach || leaf.len() == leaf.room() {
             return false;
@@ -232,7 +232,8 @@ impl<O: Order, D> Edit<'_, O, D> {
     ) {
         const { assert!(!O::Reach::KEPT) };
         // SAFETY: as the caller says, alive.
-        let (new, leaf): (_, Leaf<'_, O, D>) = unsafe { (Entry::of::<O>(slot), Leaf::at(to.leaf)) };
+        let (new, leaf): (_, Leaf<'_, O, D>) =
+            unsafe { (LeafEntry::of::<O>(slot), Leaf::at(to.leaf)) };
         let at = from.index(leaf, old).expect("no such slot");
         let rank = rank_of_new(leaf, new.key);
         let copy = self.pool.leaf(leaf.room());

@@ -3,7 +3,7 @@
 use super::draft::Draft;
 use super::edit::{Edit, Effect, full, least, len_of, reach_of, view};
 use super::kind::{LEAST, MOST, Order, Reach};
-use super::leaf::{Entry, Leaf, room_for};
+use super::leaf::{Leaf, LeafEntry, room_for};
 use super::node::{Head, Inner, Node};
 use core::ops::Range;
 use core::ptr;
@@ -24,13 +24,13 @@ pub(super) const fn leaves_of_unfolded<O: Order>() -> usize {
 
 /// The slots from which new leaves are built.
 struct Slots<D> {
-    entries: [Entry<D>; MOST_SLOTS],
+    entries: [LeafEntry<D>; MOST_SLOTS],
     len: usize,
 }
 
 impl<D> Slots<D> {
     fn new() -> Self {
-        let none = Entry {
+        let none = LeafEntry {
             key: MOST,
             end: 0,
             slot: ptr::null(),
@@ -41,7 +41,7 @@ impl<D> Slots<D> {
         }
     }
 
-    fn push(&mut self, entry: Entry<D>) {
+    fn push(&mut self, entry: LeafEntry<D>) {
         self.entries[self.len] = entry;
         self.len += 1;
     }
@@ -67,7 +67,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         node: *const Head,
         leaf: Leaf<'_, O, D>,
         at: usize,
-        new: &Entry<D>,
+        new: &LeafEntry<D>,
         last: bool,
     ) -> Effect {
         if last && at == leaf.len() {
@@ -105,7 +105,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         &mut self,
         leaf: Leaf<'_, O, D>,
         at: usize,
-        new: &Entry<D>,
+        new: &LeafEntry<D>,
         old: *const Head,
     ) -> *const Head {
         let comes_last = at == leaf.len();

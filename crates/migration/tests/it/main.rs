@@ -14,6 +14,8 @@ mod handshake_common;
 mod hostile;
 mod move_backings;
 mod move_vm;
+#[cfg(target_arch = "x86_64")]
+mod own_kvm;
 mod paused;
 mod precopy;
 mod prefetch;

@@ -9,7 +9,8 @@
 //! updating translation table entries".
 
 use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
-use super::layout::EntryLayout;
+use super::layout::{EntryLayout, root_address};
+use pageferry_addr::Pfn;
 
 /// Stage 2 for `IPA_BITS` of intermediate physical address (33 to 48).
 ///
@@ -32,6 +33,65 @@ pub type Arm64Ipa40<const HAFDBS: bool> = Arm64Stage2<40, HAFDBS, true>;
 pub type Arm64Ipa44<const HAFDBS: bool> = Arm64Stage2<44, HAFDBS, true>;
 /// 48 bits: four levels, a root of one full table, FEAT_S2FWB.
 pub type Arm64Ipa48<const HAFDBS: bool> = Arm64Stage2<48, HAFDBS, true>;
+
+impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Arm64Stage2<IPA_BITS, HAFDBS, FWB> {
+    /// VTTBR_EL2 of a [root](crate::Mmu::root): bits 63:48 are `vmid`, bits 47:1 the root's address,
+    /// and bit 0 (CnP) is 0. Without 16-bit VMIDs (VTCR_EL2.VS) a VMID is below 256.
+    ///
+    /// # Flush
+    ///
+    /// [`Platform::flush`](crate::Platform::flush), by any one processor at EL2, whose VTTBR_EL2 has
+    /// the VMID meanwhile:
+    ///
+    /// 1. `DSB ISHST`: walks of all processors see the stores to the tables.
+    /// 2. `TLBI VMALLS12E1IS` for everything. For a range it may be `TLBI IPAS2E1IS` for each page,
+    ///    with the address shifted right by 12, then `DSB ISH`, then `TLBI VMALLE1IS`: the
+    ///    combined entries of both stages go by the last one only. `IPAS2E1IS` removes links too
+    ///    (`IPAS2LE1IS` would not).
+    /// 3. `DSB ISH`: the invalidation is complete on all processors, and all stores through old
+    ///    translations have happened.
+    /// 4. `ISB`.
+    /// 5. For [`Flush::Roots`](crate::Flush::Roots), each vCPU first leaves the guest and gets the
+    ///    new VTTBR_EL2. Steps 1 to 4 come after the last of them.
+    ///
+    /// The broadcast reaches all processors of the inner shareable domain, so no vCPU leaves the
+    /// guest for steps 1 to 4. For [`Mapped::local_flush`](crate::Mapped::local_flush) the forms
+    /// without `IS` do, between `DSB NSHST` and `DSB NSH`.
+    ///
+    /// # Panics
+    /// If `root` is at or above [`PFN_LIMIT`](EntryLayout::PFN_LIMIT), or is no multiple of the
+    /// frames of a root.
+    #[must_use]
+    pub fn vttbr_el2(root: Pfn, vmid: u16) -> u64 {
+        u64::from(vmid) << 48 | root_address::<Self>(root)
+    }
+
+    /// The fields of VTCR_EL2 that this format determines.
+    ///
+    /// | bits | field | value |
+    /// |---|---|---|
+    /// | 5:0 | T0SZ | 64 - `IPA_BITS` |
+    /// | 7:6 | SL0 | 1: three levels; 2: four levels |
+    /// | 9:8, 11:10 | IRGN0, ORGN0 | 1: walks are write-back, allocating |
+    /// | 13:12 | SH0 | 3: inner shareable |
+    /// | 15:14 | TG0 | 0: 4 KiB |
+    /// | 21, 22 | HA, HD | `HAFDBS` |
+    /// | 31 | RES1 | 1 |
+    ///
+    /// The caller adds PS (bits 18:16, the processor's physical address size) and VS (bit 19). HCR_EL2
+    /// has FWB at bit 46.
+    pub const VTCR_EL2: u64 = {
+        let start = Self::LEVELS as u64 - 2;
+        let managed = if HAFDBS { 0b11 << 21 } else { 0 };
+        1 << 31
+            | managed
+            | 0b11 << 12
+            | 0b01 << 10
+            | 0b01 << 8
+            | start << 6
+            | (64 - IPA_BITS) as u64
+    };
+}
 
 /// Bit 0: the descriptor is valid. If it is clear, software owns all other bits.
 const VALID: u64 = 1 << 0;

@@ -8,7 +8,8 @@
 //! table), 29-7 (PTE).
 
 use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
-use super::layout::EntryLayout;
+use super::layout::{EntryLayout, root_address};
+use pageferry_addr::Pfn;
 
 /// EPT with `LEVELS` (4 or 5), with accessed and dirty flags if `AD`.
 ///
@@ -37,6 +38,62 @@ pub type Ept4NoAd = Ept<4, false>;
 pub type Ept5 = Ept<5, true>;
 /// EPT, five levels, without accessed and dirty flags.
 pub type Ept5NoAd = Ept<5, false>;
+
+/// The caching of the processor's own accesses to tables (bits 2:0 of the EPT pointer).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum EptWalks {
+    /// Type 0, uncacheable, on processors with IA32_VMX_EPT_VPID_CAP bit 8.
+    Uncacheable,
+    /// Type 6, write-back, on processors with bit 14.
+    #[default]
+    WriteBack,
+}
+
+impl<const LEVELS: u32, const AD: bool> Ept<LEVELS, AD> {
+    /// The EPT pointer of a [root](crate::Mmu::root): the VMCS field 0x201a (SDM volume 3C, 25.6.11
+    /// "Extended-Page-Table Pointer (EPTP)").
+    ///
+    /// | bits | value |
+    /// |---|---|
+    /// | 2:0 | `walks` |
+    /// | 5:3 | levels - 1 |
+    /// | 6 | `AD` |
+    /// | 51:12 | the root's frame |
+    ///
+    /// All others are 0: bit 7 is the control for supervisor shadow stacks.
+    ///
+    /// A processor tags the mappings of EPT by bits 51:12 of the pointer. [`INVEPT`](Self#flush)
+    /// takes the whole value.
+    ///
+    /// # Flush
+    ///
+    /// [`Platform::flush`](crate::Platform::flush) for vCPUs that run under this pointer:
+    ///
+    /// 1. Note the request for each vCPU, then make it leave the guest (an IPI). A vCPU that is
+    ///    outside looks for requests after it has said that it is about to enter.
+    /// 2. Each processor that may have mappings of the pointer executes INVEPT, type 1
+    ///    (single-context), with the pointer. These are the processors that have run one of the
+    ///    vCPUs since the processor's last such INVEPT. A processor that will run one first may
+    ///    execute it then.
+    /// 3. For [`Flush::Roots`](crate::Flush::Roots), each vCPU also writes the new pointer to its
+    ///    VMCS before it enters the guest. INVEPT is for the old pointer. A later root may have the
+    ///    frame of an old one.
+    /// 4. Return when each of these vCPUs is out of the guest, or has entered it after its INVEPT.
+    ///
+    /// A range does not matter: INVEPT takes none. INVVPID does not do, as it keeps guest-physical
+    /// mappings. VM entries and exits invalidate no mappings of EPT.
+    ///
+    /// # Panics
+    /// If `root` is at or above [`PFN_LIMIT`](EntryLayout::PFN_LIMIT).
+    #[must_use]
+    pub fn eptp(root: Pfn, walks: EptWalks) -> u64 {
+        let memory = match walks {
+            EptWalks::Uncacheable => 0,
+            EptWalks::WriteBack => 6,
+        };
+        root_address::<Self>(root) | u64::from(AD) << 6 | u64::from(LEVELS - 1) << 3 | memory
+    }
+}
 
 /// Bit 0: loads are allowed. An entry whose bits 2:0 are all clear is not present.
 const READ: u64 = 1 << 0;

@@ -6,7 +6,7 @@
 
 use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
 use core::fmt::Debug;
-use pageferry_addr::{Gfn, Pfn};
+use pageferry_addr::{Gfn, PAGE_SHIFT, Pfn};
 
 /// The properties of one page-table format. [`Format`](super::Format) has the operations on
 /// entries.
@@ -219,4 +219,24 @@ pub(super) const MMIO_GFN_SHIFT: u32 = 12;
 
 pub(super) const fn low_bits(count: u32) -> u64 {
     (1 << count) - 1
+}
+
+/// The address of a root, for a register of the hardware.
+///
+/// # Panics
+/// If an entry cannot hold the frame, or the frame does not begin at a multiple of the root's size.
+pub(super) fn root_address<F: EntryLayout>(root: Pfn) -> u64 {
+    assert!(
+        root < F::PFN_LIMIT,
+        "{root:?} is no root of {}: expected a frame below {:?}",
+        F::NAME,
+        F::PFN_LIMIT
+    );
+    let frames = (F::ROOT_BYTES as u64 >> PAGE_SHIFT).max(1);
+    assert!(
+        root.0.is_multiple_of(frames),
+        "{root:?} is no root of {}: expected a multiple of {frames} frames",
+        F::NAME
+    );
+    root.0 << PAGE_SHIFT
 }

@@ -26,6 +26,10 @@
 //! module, and must not know a bit's position. This module must not know atomics, locks, slots or
 //! table memory.
 //!
+//! Each format also has the value of the hardware's root register, and its documentation writes out
+//! the [flush](crate::Platform::flush) of that hardware: [`Ept::eptp`], [`Npt::n_cr3`],
+//! [`RiscvX4::hgatp`], [`Arm64Stage2::vttbr_el2`].
+//!
 //! ```
 //! use pageferry_addr::Pfn;
 //! use pageferry_tdp::format::{Access, Ept4, Format, Leaf, MemoryType, Writes};
@@ -57,7 +61,7 @@ mod riscv;
 
 pub use arm64::{Arm64Ipa40, Arm64Ipa44, Arm64Ipa48, Arm64Stage2};
 pub use entry::{Access, AccessedBy, DirtyBy, Leaf, Meaning, MemoryType, TlbAfterFault, Writes};
-pub use ept::{Ept, Ept4, Ept4NoAd, Ept5, Ept5NoAd};
+pub use ept::{Ept, Ept4, Ept4NoAd, Ept5, Ept5NoAd, EptWalks};
 pub use layout::EntryLayout;
 pub use npt::{Npt, Npt4, Npt5};
 pub use ops::Format;

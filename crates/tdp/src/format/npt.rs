@@ -6,7 +6,8 @@
 //! Fields", and 15.25 "Nested Paging" (user access, global bit, memory types).
 
 use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
-use super::layout::EntryLayout;
+use super::layout::{EntryLayout, root_address};
+use pageferry_addr::Pfn;
 
 /// Nested paging with `LEVELS` (4 or 5) of long-mode tables.
 ///
@@ -23,6 +24,39 @@ pub struct Npt<const LEVELS: u32>;
 pub type Npt4 = Npt<4>;
 /// Nested paging, five levels.
 pub type Npt5 = Npt<5>;
+
+impl<const LEVELS: u32> Npt<LEVELS> {
+    /// nCR3 of a [root](crate::Mmu::root): the VMCB field N_CR3, at offset 0xb0 (APM volume 2,
+    /// 15.25.3 and appendix B). Bits 51:12 are the root's frame. PWT and PCD (3 and 4) are 0, so
+    /// walks use the host's PAT entry 0.
+    ///
+    /// The number of levels is that of the host: 5 if CR4.LA57 is set at VMRUN, otherwise 4. Bit 0
+    /// of the field at 0x90 turns nested paging on.
+    ///
+    /// # Flush
+    ///
+    /// [`Platform::flush`](crate::Platform::flush), for a VM whose vCPUs each have an ASID:
+    ///
+    /// 1. Note the request for each vCPU, then make it leave the guest (an IPI). A vCPU that is
+    ///    outside looks for requests after it has said that it is about to enter.
+    /// 2. Each vCPU sets TLB_CONTROL (VMCB offset 0x5c) to 3 before its next VMRUN: flush the
+    ///    entries of this guest's ASID. Without the feature FlushByAsid (CPUID
+    ///    Fn8000_000A_EDX bit 6) the value is 1, for all entries. Or the vCPU takes a new ASID.
+    /// 3. A vCPU that changes processors must not meet entries of its own earlier stay. So it does
+    ///    step 2 at its first VMRUN on each processor too.
+    /// 4. For [`Flush::Roots`](crate::Flush::Roots), each vCPU also writes the new N_CR3, and clears
+    ///    the clean bit of nested paging (VMCB offset 0xc0, bit 4).
+    /// 5. Return when each vCPU is out of the guest, or has entered it after its step 2.
+    ///
+    /// INVLPGA does not do: it takes guest-virtual addresses.
+    ///
+    /// # Panics
+    /// If `root` is at or above [`PFN_LIMIT`](EntryLayout::PFN_LIMIT).
+    #[must_use]
+    pub fn n_cr3(root: Pfn) -> u64 {
+        root_address::<Self>(root)
+    }
+}
 
 /// Bit 0, P: the entry is in use. If it is clear, software owns all other bits.
 const PRESENT: u64 = 1 << 0;

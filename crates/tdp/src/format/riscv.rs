@@ -7,7 +7,8 @@
 //! (63), Svade and Svadu (A and D).
 
 use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
-use super::layout::EntryLayout;
+use super::layout::{EntryLayout, root_address};
+use pageferry_addr::{PAGE_SHIFT, Pfn};
 
 /// The G-stage with `LEVELS` (4: Sv48x4, 5: Sv57x4), whose hardware sets A and D if `SVADU`.
 ///
@@ -24,6 +25,55 @@ pub type Sv48x4Svade = RiscvX4<4, false>;
 pub type Sv57x4Svadu = RiscvX4<5, true>;
 /// Sv57x4, A and D set by software.
 pub type Sv57x4Svade = RiscvX4<5, false>;
+
+impl<const LEVELS: u32, const SVADU: bool> RiscvX4<LEVELS, SVADU> {
+    /// The first value of VMID that hgatp cannot hold. A hart may implement fewer bits: those that
+    /// read back as written.
+    pub const VMID_LIMIT: u16 = 1 << 14;
+
+    /// hgatp of a [root](crate::Mmu::root), for RV64 (section "Hypervisor Guest Address Translation
+    /// and Protection Register").
+    ///
+    /// | bits | value |
+    /// |---|---|
+    /// | 63:60 | MODE: 9 for Sv48x4, 10 for Sv57x4 |
+    /// | 57:44 | `vmid` |
+    /// | 43:0 | the root's frame, whose bits 1:0 are 0 |
+    ///
+    /// # Flush
+    ///
+    /// [`Platform::flush`](crate::Platform::flush) for the harts of the vCPUs that use `vmid`:
+    ///
+    /// 1. `FENCE RW, RW`: the stores to the tables come before the requests.
+    /// 2. Note the request for each hart that has run a vCPU of the VMID since that hart's last
+    ///    fence for it, then interrupt it.
+    /// 3. Each of these harts executes `HFENCE.GVMA x0, rs2` in HS-mode, with the VMID in rs2. For
+    ///    a range it may execute `HFENCE.GVMA rs1, rs2` for each page, with the guest-physical
+    ///    address *shifted right by 2* in rs1. That does for leaves only: a range whose tables were
+    ///    cut off needs the first form.
+    /// 4. For [`Flush::Roots`](crate::Flush::Roots), each hart first writes the new hgatp, and then
+    ///    executes the fence. A hart that is outside the guest may do both before it enters.
+    /// 5. Return when each hart has answered, or is outside the guest with the request noted.
+    ///
+    /// From S-mode without interrupts of one's own, `sbi_remote_hfence_gvma_vmid` does steps 2, 3
+    /// and 5. A VMID that passes to another VM needs the fence on all harts first. The fence of
+    /// [`Mapped::local_flush`](crate::Mapped::local_flush) is the second form, on this hart.
+    /// HFENCE.VVMA does not do, as it orders guest-virtual translations.
+    ///
+    /// # Panics
+    /// If `root` is at or above [`PFN_LIMIT`](EntryLayout::PFN_LIMIT), or no multiple of 4 frames.
+    /// If `vmid` is [`VMID_LIMIT`](Self::VMID_LIMIT) or more.
+    #[must_use]
+    pub fn hgatp(root: Pfn, vmid: u16) -> u64 {
+        assert!(
+            vmid < Self::VMID_LIMIT,
+            "VMID {vmid} does not fit hgatp: expected one below {}",
+            Self::VMID_LIMIT
+        );
+        let mode = u64::from(LEVELS + 5);
+        mode << 60 | u64::from(vmid) << 44 | root_address::<Self>(root) >> PAGE_SHIFT
+    }
+}
 
 /// V: the entry is in use. If it is clear, software owns all other bits.
 const VALID: u64 = 1 << 0;

@@ -6,7 +6,7 @@
 use kvm_bindings::kvm_cpuid_entry2;
 
 /// A register of a leaf.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 enum Reg {
     Eax,
     Ebx,
@@ -21,6 +21,15 @@ impl Reg {
             Self::Ebx => entry.ebx,
             Self::Ecx => entry.ecx,
             Self::Edx => entry.edx,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Eax => "EAX",
+            Self::Ebx => "EBX",
+            Self::Ecx => "ECX",
+            Self::Edx => "EDX",
         }
     }
 }
@@ -92,8 +101,10 @@ pub(super) fn refuse_unoffered(
         let bits = |entries| find(entries, function, index).map_or(0, |e| reg.of(e));
         let lacking = bits(wanted) & !bits(offered) & !not_features;
         if lacking != 0 {
+            let register = reg.name();
             return Err(format!(
-                "its CPU has features that this host does not offer: CPUID {function:#x}.{index} {reg:?} bits {lacking:#x}"
+                "its CPU has features that this host does not offer: \
+                 CPUID {function:#x}.{index} {register} bits {lacking:#x}"
             ));
         }
     }
@@ -155,7 +166,7 @@ mod tests {
         let mut less = host();
         less[2].ebx = 0b101;
         let why = refuse_unoffered(&host(), &less).unwrap_err();
-        assert!(why.contains("0x7.0 Ebx bits 0x2"), "{why}");
+        assert!(why.contains("0x7.0 EBX bits 0x2"), "{why}");
         assert_eq!(refuse_unoffered(&less, &host()), Ok(()));
         less.remove(2);
         assert!(refuse_unoffered(&host(), &less).is_err());

@@ -62,10 +62,10 @@ const RING_ENTRIES: u32 = 1 << 16;
 pub(super) struct DirtyLog {
     on: AtomicBool,
     /// The lock serializes switches, harvests and full rings.
-    log: Mutex<Log>,
+    log: Mutex<LogKind>,
 }
 
-enum Log {
+enum LogKind {
     Bitmap(Bitmap),
     Rings(Rings),
 }
@@ -92,8 +92,8 @@ impl DirtyLog {
             }
         };
         let log = match rings {
-            Some(rings) => Log::Rings(rings),
-            None => Log::Bitmap(Bitmap::enable(vm)),
+            Some(rings) => LogKind::Rings(rings),
+            None => LogKind::Bitmap(Bitmap::enable(vm)),
         };
         Ok(Self {
             on: AtomicBool::new(false),
@@ -101,15 +101,15 @@ impl DirtyLog {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Log> {
+    fn lock(&self) -> MutexGuard<'_, LogKind> {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes in the next vCPU, in order of their ids.
     pub(super) fn add_vcpu(&self, vcpu: &VcpuFd) -> Result<(), MachineError> {
         match &mut *self.lock() {
-            Log::Bitmap(_) => Ok(()),
-            Log::Rings(rings) => rings.add(vcpu),
+            LogKind::Bitmap(_) => Ok(()),
+            LogKind::Rings(rings) => rings.add(vcpu),
         }
     }
 
@@ -129,7 +129,7 @@ impl DirtyLog {
         for region in regions {
             slots.set_log(vm, region, on)?;
         }
-        if let (Log::Rings(rings), false) = (&mut *log, on) {
+        if let (LogKind::Rings(rings), false) = (&mut *log, on) {
             // No vCPU makes entries any more: KVM has waited for those that used the old slots.
             // Entries left here would be in the next log.
             rings.read(vm, regions, rings.all(), true, |_| ())?;
@@ -158,8 +158,8 @@ impl DirtyLog {
         }
         let regions = ram.layout().regions();
         let newly = match &mut *log {
-            Log::Bitmap(bitmap) => bitmap.harvest(vm, regions, dirty, rearm)?,
-            Log::Rings(rings) => {
+            LogKind::Bitmap(bitmap) => bitmap.harvest(vm, regions, dirty, rearm)?,
+            LogKind::Rings(rings) => {
                 let mut newly = 0;
                 rings.read(vm, regions, rings.all(), rearm, |page| {
                     newly += usize::from(dirty.set(page));
@@ -179,10 +179,10 @@ impl DirtyLog {
         vcpu: u32,
     ) -> Result<(), MachineError> {
         match &mut *self.lock() {
-            Log::Bitmap(_) => Err(MachineError::WrongState(
+            LogKind::Bitmap(_) => Err(MachineError::WrongState(
                 "KVM reports a full dirty ring, and the VM has none",
             )),
-            Log::Rings(rings) => {
+            LogKind::Rings(rings) => {
                 let (vcpu, regions) = (vcpu as usize, ram.layout().regions());
                 rings.read(vm, regions, vcpu..vcpu + 1, true, |page| {
                     ram.written.mark(page.0..page.0 + 1);
@@ -205,7 +205,7 @@ mod tests {
         let has_rings = |tracking, bytes| {
             let vm = kvm.create_vm().unwrap();
             let log = DirtyLog::new(&vm, tracking, bytes)?;
-            Ok::<_, MachineError>(matches!(*log.lock(), Log::Rings(_)))
+            Ok::<_, MachineError>(matches!(*log.lock(), LogKind::Rings(_)))
         };
         let (large, small) = (DirtyTracking::RINGS_FROM, DirtyTracking::RINGS_FROM - 4096);
         assert!(!has_rings(DirtyTracking::Auto, small).unwrap());

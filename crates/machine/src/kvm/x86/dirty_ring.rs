@@ -19,7 +19,7 @@
 //! 7. A CPU that logs dirty pages by itself (PML) hands its log to KVM when the vCPU leaves the
 //!    guest. So the rings of stopped vCPUs are complete.
 
-use super::ring::{Entry, Reader};
+use super::ring::{DirtyGfn, RingReader};
 use super::sys;
 use crate::{MachineError, RamRegion};
 use kvm_bindings::{
@@ -50,7 +50,7 @@ impl Rings {
     /// Gives each vCPU of `vm` a ring of `entries` entries, or of as many as KVM allows. `None` if
     /// KVM has no rings, or refuses this number. No vCPU may exist.
     pub(super) fn enable(vm: &VmFd, entries: u32) -> Option<Self> {
-        let entry = size_of::<Entry>() as u32;
+        let entry = size_of::<DirtyGfn>() as u32;
         // Under x86's memory model both mean the same.
         let caps = [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING];
         let (cap, most) = caps.into_iter().find_map(|cap| {
@@ -134,21 +134,21 @@ fn page_of(regions: &[RamRegion], slot: u32, offset: u64) -> Result<RamPage, Mac
 
 struct Ring {
     map: RingMap,
-    reader: Reader,
+    reader: RingReader,
 }
 
 impl Ring {
     fn map(vcpu: &VcpuFd, entries: usize) -> Result<Self, MachineError> {
         Ok(Self {
             map: RingMap::new(vcpu, entries)?,
-            reader: Reader::default(),
+            reader: RingReader::default(),
         })
     }
 }
 
 /// The mapped entries of one ring. The mapping keeps the vCPU's file, so the kernel's ring too.
 struct RingMap {
-    start: NonNull<Entry>,
+    start: NonNull<DirtyGfn>,
     entries: usize,
 }
 
@@ -163,7 +163,7 @@ impl RingMap {
         let start = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
-                entries * size_of::<Entry>(),
+                entries * size_of::<DirtyGfn>(),
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED,
                 fd,
@@ -175,7 +175,7 @@ impl RingMap {
         Ok(Self { start, entries })
     }
 
-    fn entries(&self) -> &[Entry] {
+    fn entries(&self) -> &[DirtyGfn] {
         // SAFETY: (1) the mapping has this many entries and lives as long as `self`; (2) it is page
         // aligned; (3) all fields are atomics, so the kernel may write them meanwhile; (4) KVM's
         // mapping of a ring has as many pages as the ring, so no access faults.
@@ -185,7 +185,7 @@ impl RingMap {
 
 impl Drop for RingMap {
     fn drop(&mut self) {
-        let bytes = self.entries * size_of::<Entry>();
+        let bytes = self.entries * size_of::<DirtyGfn>();
         // SAFETY: the range was mapped by `new`, and no borrow of it outlives `self`.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), bytes) };
     }

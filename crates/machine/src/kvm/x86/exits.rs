@@ -52,6 +52,10 @@ pub(super) fn read(page: &RunPage) -> Left {
         }
         KVM_EXIT_INTERNAL_ERROR => {
             let (suberror, data) = page.internal_error();
+            let data = data
+                .iter()
+                .map(|word| format!(" {word:#x}"))
+                .collect::<String>();
             let what = match suberror {
                 KVM_INTERNAL_ERROR_EMULATION => "it cannot emulate an instruction",
                 KVM_INTERNAL_ERROR_SIMUL_EX => "exceptions while handling exceptions",
@@ -59,12 +63,28 @@ pub(super) fn read(page: &RunPage) -> Left {
                 _ => "an internal error",
             };
             Left::Failed(format!(
-                "KVM cannot run the guest: {what} (sub-error {suberror}, data {data:#x?})"
+                "KVM cannot run the guest: {what} (sub-error {suberror}, data{data})"
             ))
         }
         other => Left::Failed(format!(
             "KVM left the guest for an unexpected reason ({other})"
         )),
+    }
+}
+
+/// Describes an exit for an error.
+pub(super) fn described(exit: &Exit) -> String {
+    match exit {
+        Exit::MemoryFault { page, .. } => format!("it touched the missing page {page} of RAM"),
+        Exit::MmioWrite { gpa, value, size } => {
+            format!("it stored {value:#x} to {gpa} in {size} bytes, where no memory is")
+        }
+        Exit::MmioRead { gpa, size } => {
+            format!("it loaded {size} bytes from {gpa}, where no memory is")
+        }
+        Exit::Halted => "it halted".into(),
+        Exit::Reset(_) => "it ended itself".into(),
+        Exit::Kicked => "it was kicked".into(),
     }
 }
 
@@ -103,6 +123,40 @@ pub(super) fn mmio(page: &RunPage, access: Mmio) -> Exit {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn exits_are_described_in_words() {
+        use crate::Access::Read;
+        use pageferry_addr::RamPage;
+        let write = Exit::MmioWrite {
+            gpa: Gpa(0xd000_0000),
+            value: 77,
+            size: 8,
+        };
+        let fault = Exit::MemoryFault {
+            page: RamPage(16),
+            access: Read,
+        };
+        let read = Exit::MmioRead {
+            gpa: Gpa(0xd000_0000),
+            size: 4,
+        };
+        for (exit, says) in [
+            (
+                write,
+                "it stored 0x4d to 0xd0000000 in 8 bytes, where no memory is",
+            ),
+            (fault, "it touched the missing page 0x10 of RAM"),
+            (
+                read,
+                "it loaded 4 bytes from 0xd0000000, where no memory is",
+            ),
+            (Exit::Halted, "it halted"),
+            (Exit::Kicked, "it was kicked"),
+        ] {
+            assert_eq!(described(&exit), says);
+        }
+    }
 
     #[test]
     fn a_vcpu_that_kvm_has_reset_is_nowhere() {

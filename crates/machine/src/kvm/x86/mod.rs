@@ -1,4 +1,4 @@
-//! The KVM engine on x86-64. One concept per file:
+//! The KVM engine on x86-64. One concept per file. No file uses one that uses it:
 //!
 //! | file | concept |
 //! |---|---|
@@ -6,7 +6,8 @@
 //! | `plain` | kernel structures as bytes |
 //! | `device` | KVM's device |
 //! | `shared` | the parts of a VM that its vCPUs share |
-//! | `vm` | creates VMs; [`crate::Machine`] |
+//! | `vm` | creates VMs |
+//! | `machine` | [`crate::Machine`] |
 //! | `slots` | the memory slots, here and in the kernel |
 //! | `plug` | memory beyond RAM |
 //! | `vcpu` | the vCPU: [`crate::Vcpu`] |
@@ -18,7 +19,7 @@
 //! | `dirty` | the dirty log |
 //! | `dirty_bitmap`, `dirty_ring` | its two kinds |
 //! | `ring` | the entries of a dirty ring |
-//! | `userfault`, `events` | delivery of faults on missing pages |
+//! | `userfault`, `events` | delivery of faults on missing pages, of any VM on KVM |
 //! | `paging` | how vCPUs and KVM use guest memory |
 //! | `poison` | the choice of missing pages to mark |
 //! | `state` | the whole state of a vCPU as bytes |
@@ -26,6 +27,7 @@
 //! | `cpuid`, `msr`, `start` | parts of that state |
 //! | `probe` | a test run of a guest |
 //! | `trial` | the choice of a fault delivery, by measuring |
+//! | `faults` | fault delivery for a VM that a VMM has made itself |
 
 mod cpuid;
 mod device;
@@ -34,7 +36,9 @@ mod dirty_bitmap;
 mod dirty_ring;
 mod events;
 mod exits;
+mod faults;
 mod kick;
+mod machine;
 mod msr;
 mod paging;
 mod plain;
@@ -58,8 +62,10 @@ mod vcpu;
 mod vm;
 
 pub use dirty::{DirtyTracking, dirty_ring_entries};
+pub use faults::KvmFaults;
+pub use machine::{create, create_on, create_pluggable, create_with};
 pub use plug::MemoryPlug;
 pub use probe::probe_vm;
 pub use slots::KvmSlot;
 pub use trial::delivery_trials;
-pub use vm::{Irqchip, KvmOptions, create, create_on, create_pluggable, create_with};
+pub use vm::{Irqchip, KvmOptions};

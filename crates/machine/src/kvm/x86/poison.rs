@@ -41,8 +41,7 @@
 
 use super::device::has_nested_paging;
 use super::paging::Known;
-use super::shared::VmShared;
-use super::userfault::{Armed, Kernel};
+use super::userfault::{Armed, FaultPath, Kernel};
 use crate::{Delivery, GuestRam, MachineError};
 use pageferry_addr::{Gpa, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::PageBitmap;
@@ -70,13 +69,16 @@ enum Tables {
     Missing(RamPage),
 }
 
-/// Marks missing pages; see [`crate::Machine::assist_postcopy`].
+/// Marks missing pages of a machine with this number of vCPUs, whose slots `page_of` knows. See
+/// [`crate::Machine::assist_postcopy`].
 pub(super) fn assist(
-    shared: &VmShared,
+    faults: &FaultPath,
+    vcpus: u32,
+    mut page_of: impl FnMut(Gpa) -> Option<RamPage>,
     stop: &dyn Fn() -> bool,
     want: &dyn Fn(RamPage),
 ) -> Result<(), MachineError> {
-    let Some(armed) = shared.faults.active() else {
+    let Some(armed) = faults.active() else {
         return Err(MachineError::WrongState(
             "post-copy needs an armed fault delivery",
         ));
@@ -84,9 +86,9 @@ pub(super) fn assist(
     if armed.delivery != Delivery::Poison {
         return Ok(());
     }
-    let known = shared.faults.known();
+    let known = faults.known();
     let confined = known.iter().all(|known| known.paging.is_confined());
-    if known.len() != shared.vcpus as usize || !(confined || armed.forced) {
+    if known.len() != vcpus as usize || !(confined || armed.forced) {
         armed.note_unmarked(
             "poison markers are safe only for a guest that cannot change its page tables unseen",
         );
@@ -98,18 +100,16 @@ pub(super) fn assist(
         );
         return Ok(());
     }
-    let mut translator = shared.translator();
     let mut spared: HashSet<RamPage> = known
         .iter()
         .flat_map(|k| &k.shared)
-        .filter_map(|gpa| translator.page_of(gpa.gfn()))
+        .filter_map(|gpa| page_of(*gpa))
         .collect();
     loop {
         if stop() || !armed.is_active() {
             return Ok(());
         }
-        let page_of = |gpa: Gpa| translator.page_of(gpa.gfn());
-        match find_tables(&known, &shared.ram, &armed.missing, page_of) {
+        match find_tables(&known, &faults.ram, &armed.missing, &mut page_of) {
             Tables::All(tables) => break spared.extend(tables),
             Tables::Missing(table) => {
                 want(table);
@@ -117,12 +117,11 @@ pub(super) fn assist(
             }
         }
     }
-    mark(armed, &shared.ram, &spared, stop)
+    mark(armed, &spared, stop)
 }
 
 pub(super) fn mark(
     armed: &Armed<impl Kernel>,
-    ram: &GuestRam,
     spared: &HashSet<RamPage>,
     stop: &dyn Fn() -> bool,
 ) -> Result<(), MachineError> {
@@ -142,11 +141,10 @@ pub(super) fn mark(
         let mut start = run.start;
         for end in spared_here.into_iter().chain([run.end]) {
             if start < end {
-                let hva = ram.guest_hva(RamPage(start as u64));
-                let len = (end - start) as u64 * PAGE_SIZE;
+                let (first, pages) = (RamPage(start as u64), (end - start) as u64);
                 armed
                     .watch
-                    .poison_unmapped(hva, len, PageSize::Size4K, Wake::Later)
+                    .poison_unmapped(first, pages, PageSize::Size4K, Wake::Later)
                     .map_err(|e| MachineError::os("cannot mark missing pages", e))?;
             }
             start = end + 1;
@@ -203,11 +201,11 @@ fn find_tables(
 
 #[cfg(test)]
 mod tests {
+    use super::super::machine::create;
     use super::super::paging::{CR0_PG, CR4_PAE, EFER_LMA, Paging};
     use super::super::probe::{start_of_guest, write_guest};
     use super::super::state::{Parts, Special};
     use super::super::userfault::markers;
-    use super::super::vm::create;
     use super::*;
     use crate::{DeliveryInUse, MachineSpec, RamLayout};
     use std::sync::Arc;

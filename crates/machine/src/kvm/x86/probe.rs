@@ -1,6 +1,7 @@
 //! The test whether KVM works here, by running a guest.
 
-use super::vm::create;
+use super::exits::described;
+use super::vm::{KvmOptions, create};
 use crate::{
     AccessError, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineError, MachineSpec, StartState,
 };
@@ -90,8 +91,8 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
         0x48, 0x8d, 0x04, 0x37, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe,
     ];
 
-    let new = create(MachineSpec::new(1, 16 * PAGE_SIZE))?;
-    write_guest(new.machine.ram(), &CODE)?;
+    let new = create(MachineSpec::new(1, 16 * PAGE_SIZE), KvmOptions::default())?;
+    write_guest(&new.vm.ram, &CODE)?;
     let mut vcpus = new.vcpus;
     let vcpu = &mut vcpus[0];
     vcpu.set_start(&start_of_guest([A, B]))?;
@@ -107,7 +108,8 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
             "a VM can be created, but its guest makes no progress".into(),
         )),
         Ok(other) => Err(MachineError::EngineUnavailable(format!(
-            "a VM can be created, but its guest left for an unexpected reason ({other:?})"
+            "a VM can be created, but its guest left for an unexpected reason: {}",
+            described(&other)
         ))),
         Err(why) => Err(MachineError::EngineUnavailable(format!(
             "a VM can be created, but its guest does not run: {why}"

@@ -31,7 +31,7 @@ const RESET: u32 = 1 << 1;
 /// `struct kvm_dirty_gfn`. Its fields are atomics, since the kernel writes them meanwhile.
 #[repr(C)]
 #[derive(Debug, Default)]
-pub(super) struct Entry {
+pub(super) struct DirtyGfn {
     flags: AtomicU32,
     /// The slot's id in the lower half, its address space in the upper half.
     slot: AtomicU32,
@@ -40,21 +40,21 @@ pub(super) struct Entry {
 }
 
 const _: () = {
-    assert!(size_of::<Entry>() == 16 && size_of::<kvm_dirty_gfn>() == 16);
-    assert!(align_of::<Entry>() == 8 && align_of::<kvm_dirty_gfn>() == 8);
-    assert!(offset_of!(Entry, flags) == offset_of!(kvm_dirty_gfn, flags));
-    assert!(offset_of!(Entry, slot) == offset_of!(kvm_dirty_gfn, slot));
-    assert!(offset_of!(Entry, offset) == offset_of!(kvm_dirty_gfn, offset));
+    assert!(size_of::<DirtyGfn>() == 16 && size_of::<kvm_dirty_gfn>() == 16);
+    assert!(align_of::<DirtyGfn>() == 8 && align_of::<kvm_dirty_gfn>() == 8);
+    assert!(offset_of!(DirtyGfn, flags) == offset_of!(kvm_dirty_gfn, flags));
+    assert!(offset_of!(DirtyGfn, slot) == offset_of!(kvm_dirty_gfn, slot));
+    assert!(offset_of!(DirtyGfn, offset) == offset_of!(kvm_dirty_gfn, offset));
     assert!(kvm_bindings::KVM_DIRTY_GFN_F_MASK == DIRTY | RESET);
 };
 
 /// The reader's place in one ring.
 #[derive(Debug, Default)]
-pub(super) struct Reader {
+pub(super) struct RingReader {
     next: u32,
 }
 
-impl Reader {
+impl RingReader {
     /// Calls `found` with slot and offset of each dirty entry, in the order of the writes. With
     /// `take`, hands these entries back to the kernel. Without it, the next call finds them again.
     /// Returns the number of entries handed back, also when `found` fails: it then is the number
@@ -66,7 +66,7 @@ impl Reader {
     /// If the number of entries is no power of two.
     pub(super) fn read<E>(
         &mut self,
-        entries: &[Entry],
+        entries: &[DirtyGfn],
         take: bool,
         mut found: impl FnMut(u32, u64) -> Result<(), E>,
     ) -> (usize, Result<(), E>) {
@@ -106,12 +106,12 @@ mod tests {
     }
 
     impl Kernel {
-        fn entry(entries: &[Entry], counter: u32) -> &Entry {
+        fn entry(entries: &[DirtyGfn], counter: u32) -> &DirtyGfn {
             &entries[counter as usize & (entries.len() - 1)]
         }
 
         /// Whether there was room.
-        fn push(&mut self, entries: &[Entry], slot: u32, offset: u64) -> bool {
+        fn push(&mut self, entries: &[DirtyGfn], slot: u32, offset: u64) -> bool {
             let room = (self.dirty.wrapping_sub(self.reset) as usize) < entries.len();
             if room {
                 let entry = Self::entry(entries, self.dirty);
@@ -125,7 +125,7 @@ mod tests {
         }
 
         /// Frees at most `limit` entries, as a signal may stop the ioctl.
-        fn reset(&mut self, entries: &[Entry], limit: usize) -> Vec<(u32, u64)> {
+        fn reset(&mut self, entries: &[DirtyGfn], limit: usize) -> Vec<(u32, u64)> {
             let mut freed = Vec::new();
             while freed.len() < limit {
                 let entry = Self::entry(entries, self.reset);
@@ -143,16 +143,16 @@ mod tests {
         }
     }
 
-    fn ring(entries: usize, start: u32) -> (Vec<Entry>, Kernel, Reader) {
-        let entries = std::iter::repeat_with(Entry::default).take(entries);
+    fn ring(entries: usize, start: u32) -> (Vec<DirtyGfn>, Kernel, RingReader) {
+        let entries = std::iter::repeat_with(DirtyGfn::default).take(entries);
         let kernel = Kernel {
             dirty: start,
             reset: start,
         };
-        (entries.collect(), kernel, Reader { next: start })
+        (entries.collect(), kernel, RingReader { next: start })
     }
 
-    fn read(reader: &mut Reader, entries: &[Entry], take: bool) -> Vec<(u32, u64)> {
+    fn read(reader: &mut RingReader, entries: &[DirtyGfn], take: bool) -> Vec<(u32, u64)> {
         let mut found = Vec::new();
         let (taken, result) = reader.read(entries, take, |slot, offset| {
             found.push((slot, offset));

@@ -27,7 +27,7 @@ pub(super) struct VmShared {
     pub(super) caps: Caps,
     pub(super) supported_cpuid: Vec<kvm_cpuid_entry2>,
     pub(super) dirty: DirtyLog,
-    pub(super) faults: FaultPath,
+    pub(super) faults: Arc<FaultPath>,
 }
 
 impl VmShared {

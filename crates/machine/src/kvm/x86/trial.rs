@@ -11,11 +11,12 @@
 //! threads of a trial stay on the same few cores. The fastest of [`ROUNDS`] rounds counts.
 
 use super::probe::{start_of_guest, write_guest};
-use super::userfault::deliveries;
-use super::vm::create;
+use super::shared::VmShared;
+use super::userfault::{only_delivery, userfaultfd_deliveries};
+use super::vm::{KvmOptions, NewVm, create};
 use crate::{
-    Delivery, DeliveryInUse, DeliveryTrial, Exit, FaultEvents, Machine, MachineError, MachineSpec,
-    NewMachine, Vcpu,
+    Backing, Delivery, DeliveryInUse, DeliveryTrial, Exit, FaultEvents, MachineError, MachineSpec,
+    Vcpu,
 };
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
@@ -44,15 +45,61 @@ pub fn delivery_trials() -> [&'static DeliveryTrial; 2] {
     [trial(false), trial(true)]
 }
 
-/// The delivery for a VM of `vcpus` vCPUs.
+/// The deliveries that this host supports for memory of `backing`, best first.
+pub(super) fn deliveries_on(backing: Backing) -> Vec<Delivery> {
+    static KVM_USERFAULT: OnceLock<bool> = OnceLock::new();
+    let mut found = userfaultfd_deliveries(backing);
+    if only_delivery(backing).is_none()
+        && found.contains(&Delivery::Minor)
+        && *KVM_USERFAULT.get_or_init(kvm_userfault_works)
+    {
+        found.insert(0, Delivery::Userfault);
+    }
+    found
+}
+
+/// The delivery for a VM of `vcpus` vCPUs with memory of `backing`: the `wanted` one, or else one of
+/// those that are `usable`, which are in the order of [`deliveries_on`].
 ///
 /// # Errors
-/// [`MachineError::EngineUnavailable`] if this host has no delivery.
-pub(super) fn choose(vcpus: u32) -> Result<DeliveryInUse, MachineError> {
+/// As [`choose`].
+pub(super) fn delivery_for(
+    vcpus: u32,
+    backing: Backing,
+    wanted: Option<Delivery>,
+    usable: impl FnOnce() -> Vec<Delivery>,
+) -> Result<DeliveryInUse, MachineError> {
+    match (wanted, only_delivery(backing)) {
+        (Some(delivery), _) => Ok(requested(delivery)),
+        (None, None) => choose(vcpus, &usable()),
+        (None, Some((delivery, because))) => Ok(DeliveryInUse {
+            delivery,
+            because: because.into(),
+        }),
+    }
+}
+
+fn requested(delivery: Delivery) -> DeliveryInUse {
+    DeliveryInUse {
+        delivery,
+        because: "it was requested".into(),
+    }
+}
+
+fn deliveries() -> Vec<Delivery> {
+    deliveries_on(Backing::Shmem)
+}
+
+/// The delivery for a VM of `vcpus` vCPUs, one of `among`.
+///
+/// # Errors
+/// [`MachineError::EngineUnavailable`] if there is none.
+fn choose(vcpus: u32, among: &[Delivery]) -> Result<DeliveryInUse, MachineError> {
     let trial = trial(vcpus > usable().count());
-    if let Some((delivery, fastest)) = trial.microseconds.first() {
-        let others = trial.microseconds[1..]
-            .iter()
+    let measured = trial.microseconds.iter();
+    let mut measured = measured.filter(|(delivery, _)| among.contains(delivery));
+    if let Some((delivery, fastest)) = measured.next() {
+        let others = measured
             .map(|(other, us)| format!(", {other} {us:.0}"))
             .collect::<String>();
         return Ok(DeliveryInUse {
@@ -63,8 +110,9 @@ pub(super) fn choose(vcpus: u32) -> Result<DeliveryInUse, MachineError> {
             ),
         });
     }
-    let first = deliveries().first().copied();
-    first
+    among
+        .first()
+        .copied()
         .map(|delivery| DeliveryInUse {
             delivery,
             because: "no trial worked here, and it is the newest that the kernel has".into(),
@@ -78,19 +126,27 @@ pub(super) fn choose(vcpus: u32) -> Result<DeliveryInUse, MachineError> {
 
 /// Whether KVM leaves the guest at a page whose bit is set in a slot's userfault bitmap. The host
 /// has the page mapped, so that nothing can sleep if the bitmap has no effect.
-pub(super) fn kvm_userfault_works() -> bool {
+fn kvm_userfault_works() -> bool {
     let touch = || -> Result<Exit, MachineError> {
         let page = FIRST;
         let mut new = guest(1, page.0 + 1, |_| page..RamPage(page.0 + 1))?;
-        let missing = Arc::new(PageBitmap::new(new.machine.ram().pages() as usize));
+        let missing = Arc::new(PageBitmap::new(new.vm.ram.pages() as usize));
         missing.set(page);
-        new.machine
-            .arm_userfault(missing, Delivery::Userfault.into())?;
-        new.machine.begin_postcopy()?;
-        new.machine.install(RamPage(0), page.0 + 1)?;
+        arm(&new.vm, &missing, Delivery::Userfault)?;
+        new.vm.faults.begin_postcopy()?;
+        new.vm.faults.install(RamPage(0), page.0 + 1)?;
         new.vcpus[0].run()
     };
     matches!(touch(), Ok(Exit::MemoryFault { page, .. }) if page == FIRST)
+}
+
+/// Arms a machine by request, with one stream.
+fn arm(
+    vm: &VmShared,
+    missing: &Arc<PageBitmap>,
+    delivery: Delivery,
+) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
+    vm.arm(missing, requested(delivery), &delivery.into())
 }
 
 /// A machine of `pages` pages whose vCPUs touch the pages that `own` gives, and then ring.
@@ -98,15 +154,16 @@ fn guest(
     vcpus: u32,
     pages: u64,
     own: impl Fn(u64) -> Range<RamPage>,
-) -> Result<NewMachine, MachineError> {
+) -> Result<NewVm, MachineError> {
     // mov [rdi],rdi; add rdi,0x1000; cmp rdi,rsi; jb .-15; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
     const CODE: [u8; 25] = [
         0x48, 0x89, 0x3f, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0,
         0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
     ];
-    let mut new = create(MachineSpec::new(vcpus, pages * PAGE_SIZE))?;
-    new.machine.ram().allocate()?;
-    write_guest(new.machine.ram(), &CODE)?;
+    let spec = MachineSpec::new(vcpus, pages * PAGE_SIZE);
+    let mut new = create(spec, KvmOptions::default())?;
+    new.vm.ram.allocate()?;
+    write_guest(&new.vm.ram, &CODE)?;
     for (id, vcpu) in (0..).zip(&mut new.vcpus) {
         let own = own(id);
         let args = [own.start.byte_offset(), own.end.byte_offset()];
@@ -182,21 +239,20 @@ fn run(delivery: Delivery, vcpus: u32) -> Result<f64, MachineError> {
         let first = FIRST.0 + id * each;
         RamPage(first)..RamPage(first + each)
     })?;
-    let (machine, mut all) = (new.machine, new.vcpus);
-    let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
+    let (vm, mut all) = (new.vm, new.vcpus);
+    let missing = Arc::new(PageBitmap::new(vm.ram.pages() as usize));
     missing.set_range(FIRST.0 as usize..(FIRST.0 + touched) as usize);
-    let mut events = machine
-        .arm_userfault(Arc::clone(&missing), delivery.into())?
+    let mut events = arm(&vm, &missing, delivery)?
         .pop()
         .ok_or(MachineError::NoDelivery(delivery))?;
-    machine.begin_postcopy()?;
-    machine.assist_postcopy(&|| false, &|_| {})?;
-    machine.install(RamPage(0), FIRST.0)?;
+    vm.faults.begin_postcopy()?;
+    vm.assist(&|| false, &|_| {})?;
+    vm.faults.install(RamPage(0), FIRST.0)?;
 
     let source = Source {
         claimed: PageBitmap::new(missing.pages()),
         missing,
-        machine,
+        vm,
         over: AtomicBool::new(false),
     };
     let kickers: Vec<_> = all.iter().map(|vcpu| vcpu.kicker()).collect();
@@ -240,7 +296,7 @@ fn run(delivery: Delivery, vcpus: u32) -> Result<f64, MachineError> {
 
 /// The pages of one VM. Their bytes are at hand.
 struct Source {
-    machine: Arc<dyn Machine>,
+    vm: Arc<VmShared>,
     missing: Arc<PageBitmap>,
     /// Pages that a thread brings or has brought.
     claimed: PageBitmap,
@@ -251,19 +307,19 @@ struct Source {
 impl Source {
     fn bring(&self, page: RamPage) -> Result<(), MachineError> {
         const BYTES: [u8; PAGE_SIZE as usize] = [0x5a; PAGE_SIZE as usize];
-        let in_place = self.machine.receives_in_place();
+        let faults = &self.vm.faults;
         if !self.missing.test(page) {
-            return self.machine.install(page, 1);
+            return faults.install(page, 1);
         }
         if !self.claimed.set(page) {
             return Ok(());
         }
-        if in_place {
+        if faults.receives_in_place() {
             // SAFETY: (1) the page is missing, and this thread alone has claimed it.
-            unsafe { self.machine.ram().unchecked() }.write(page, &BYTES);
-            self.machine.install(page, 1)?;
+            unsafe { self.vm.ram.unchecked() }.write(page, &BYTES);
+            faults.install(page, 1)?;
         } else {
-            self.machine.install_copy(page, &BYTES)?;
+            faults.install_copy(page, &BYTES)?;
         }
         self.missing.clear(page);
         Ok(())
@@ -338,7 +394,7 @@ mod tests {
                 "{trial:?}"
             );
         }
-        let crowded = choose(usable().count() + 1).unwrap();
+        let crowded = choose(usable().count() + 1, &deliveries()).unwrap();
         assert_eq!(crowded.delivery, trial(true).microseconds[0].0);
         assert!(crowded.because.contains("us a page"), "{}", crowded.because);
     }

@@ -27,6 +27,7 @@ use super::shared::VmShared;
 use super::sigbus::Sigbus;
 use super::slots::{KvmSlot, guest_mapping};
 use super::state::{self, Parts};
+use super::userfault::EXIT_FLAG_USERFAULT;
 use super::{exits, msr, start, sys};
 use crate::translate::Translator;
 use crate::{Access, Exit, FirstInstruction, Kicker, MachineError, StartState, Vcpu, VcpuState};
@@ -38,9 +39,6 @@ use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::ThreadId;
-
-/// `KVM_MEMORY_EXIT_FLAG_USERFAULT` of the KVM Userfault series (James Houghton, December 2024).
-const EXIT_FLAG_USERFAULT: u64 = 1 << 4;
 
 /// [`Kick::while_inside`] or [`Kick::without_entering`].
 type Enter = fn(&Kick, &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno>;
@@ -130,7 +128,8 @@ impl KvmVcpu {
                         Ok(leaves.then(|| memory_fault(page, access.write)))
                     }
                     Some(page) => {
-                        Err(self.failed(&format!("KVM cannot reach the guest's RAM at {page:?}")))
+                        Err(self
+                            .failed(&format!("KVM cannot reach page {page} of the guest's RAM")))
                     }
                 }
             }
@@ -196,7 +195,7 @@ impl KvmVcpu {
     /// host's memory is broken.
     fn met_marker(&self, page: RamPage) -> Result<bool, MachineError> {
         let met = self.shared.faults.met_marker(page);
-        met.map_err(|e| self.failed(&format!("{page:?}: {e}")))
+        met.map_err(|e| self.failed(&format!("page {page} of RAM: {e}")))
     }
 
     /// Handles an error of `KVM_RUN` other than a signal.

@@ -1,19 +1,15 @@
-//! Creates VMs of this engine, and implements [`Machine`].
+//! Creates VMs of this engine.
 
 use super::device::{open, unavailable};
 use super::dirty::{DirtyLog, DirtyTracking};
-use super::events::Events;
-use super::plug::MemoryPlug;
 use super::shared::{Caps, VmShared};
 use super::slots::Slots;
-use super::userfault::{FaultPath, deliveries_on, only_delivery};
+use super::userfault::FaultPath;
 use super::vcpu::KvmVcpu;
-use super::{cpuid, msr, signal, stats, trial};
-use crate::huge::{self, whole_range};
+use super::{cpuid, events, msr, poison, signal};
 use crate::{
-    ArmOptions, Backing, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam,
-    LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine, RamLayout,
-    RamRegion, Vcpu,
+    ArmOptions, DeliveryInUse, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, MachineError,
+    MachineSpec, RamLayout, RamRegion, Vcpu,
 };
 use kvm_bindings::{
     CpuId, KVM_CAP_SREGS2, KVM_CAP_XSAVE2, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2,
@@ -50,58 +46,41 @@ pub struct KvmOptions {
     pub dirty_tracking: DirtyTracking,
 }
 
-/// The VM without its vCPUs.
-struct KvmMachine(Arc<VmShared>);
+/// A VM with its vCPUs.
+pub(super) struct NewVm {
+    pub(super) vm: Arc<VmShared>,
+    pub(super) vcpus: Vec<Box<dyn Vcpu>>,
+}
 
-/// Creates a VM without interrupt controllers; see [`crate::create`].
+/// Creates a VM with new memory.
 ///
 /// # Errors
 /// When a size is out of range, or KVM cannot be used or refuses.
-pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
-    create_with(spec, KvmOptions::default())
-}
-
-/// [`create`], with a choice of parts.
-///
-/// # Errors
-/// As [`create`], and when KVM lacks a part.
-pub fn create_with(spec: MachineSpec, options: KvmOptions) -> Result<NewMachine, MachineError> {
-    create_pluggable(spec, options).map(|(machine, _)| machine)
-}
-
-/// [`create_with`], plus a handle that plugs memory beyond RAM into the machine.
-///
-/// # Errors
-/// As [`create_with`].
-pub fn create_pluggable(
-    spec: MachineSpec,
-    options: KvmOptions,
-) -> Result<(NewMachine, MemoryPlug), MachineError> {
+pub(super) fn create(spec: MachineSpec, options: KvmOptions) -> Result<NewVm, MachineError> {
     let layout = RamLayout::for_memory(spec.memory_bytes)?;
-    create_on(
-        spec.vcpus,
-        GuestRam::with_backing(layout, spec.backing)?,
-        options,
-    )
+    let ram = GuestRam::with_backing(layout, spec.backing)?;
+    create_on(spec.vcpus, ram, options)
 }
 
-/// [`create_pluggable`], with memory that the caller has made or adopted.
-///
-/// The host maps huge pages of 2 MiB to the guest where guest address, place in the memfd, and the
-/// sum of the regions before agree modulo 2 MiB.
+/// Creates a VM with this memory.
 ///
 /// # Errors
-/// As [`create_with`]. [`MachineError::Layout`] if a region reaches into the 20 MiB below 4 GiB.
-/// Interrupt controllers and KVM's own pages are there.
-pub fn create_on(
+/// As [`create`], and when RAM reaches into addresses that a PC has for other things.
+pub(super) fn create_on(
     vcpus: u32,
     ram: GuestRam,
     options: KvmOptions,
-) -> Result<(NewMachine, MemoryPlug), MachineError> {
+) -> Result<NewVm, MachineError> {
     if !(1..=MAX_VCPUS).contains(&vcpus) {
         return Err(LayoutError::Vcpus(vcpus).into());
     }
     check_layout(ram.layout())?;
+    if !ram.is_adjacent() {
+        return Err(MachineError::Adopt(
+            "this engine's slots show mappings of its own: adopt the memory without `mapped_at`"
+                .into(),
+        ));
+    }
     let kvm = open(c"/dev/kvm")?;
     let most = kvm.get_max_vcpus();
     if vcpus as usize > most {
@@ -127,12 +106,40 @@ pub fn create_on(
             run_bytes,
         )?));
     }
-    let plug = MemoryPlug::new(Arc::clone(&shared));
-    let machine = NewMachine {
-        machine: Arc::new(KvmMachine(shared)),
+    Ok(NewVm {
+        vm: shared,
         vcpus: made,
-    };
-    Ok((machine, plug))
+    })
+}
+
+impl VmShared {
+    /// Arms the machine with this delivery; see [`crate::Machine::arm_userfault`].
+    pub(super) fn arm(
+        &self,
+        missing: &Arc<PageBitmap>,
+        in_use: DeliveryInUse,
+        options: &ArmOptions,
+    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
+        let set = |region: &RamRegion, bits| self.slots.set_userfault(&self.vm, region, bits);
+        events::arm(&self.faults, missing, in_use, options, &set)
+    }
+
+    /// See [`crate::Machine::disarm_userfault`].
+    pub(super) fn disarm(&self) -> Result<(), MachineError> {
+        let set = |region: &RamRegion, bits| self.slots.set_userfault(&self.vm, region, bits);
+        self.faults.disarm(&set)
+    }
+
+    /// See [`crate::Machine::assist_postcopy`].
+    pub(super) fn assist(
+        &self,
+        stop: &dyn Fn() -> bool,
+        want: &dyn Fn(RamPage),
+    ) -> Result<(), MachineError> {
+        let mut translator = self.translator();
+        let page_of = |gpa: Gpa| translator.page_of(gpa.gfn());
+        poison::assist(&self.faults, self.vcpus, page_of, stop, want)
+    }
 }
 
 /// Checks that RAM keeps out of the addresses that a PC has for other things.
@@ -185,7 +192,7 @@ fn new_vm(
         slots.create_ram(&vm, &ram, region)?;
     }
     let dirty = DirtyLog::new(&vm, options.dirty_tracking, ram.layout().bytes())?;
-    let faults = FaultPath::new();
+    let faults = Arc::new(FaultPath::new(Arc::clone(&ram)));
     let supported_cpuid = supported.as_slice().to_vec();
     Ok(VmShared {
         vm,
@@ -209,129 +216,4 @@ fn new_vcpu(shared: &VmShared, id: u32) -> Result<(VcpuFd, Vec<kvm_cpuid_entry2>
     fd.set_cpuid2(&wanted)
         .map_err(|e| unavailable("KVM refuses the CPUID it supports", e))?;
     Ok((fd, entries))
-}
-
-impl Machine for KvmMachine {
-    fn kind(&self) -> MachineKind<'_> {
-        Engine::Kvm.kind()
-    }
-
-    fn ram(&self) -> &Arc<GuestRam> {
-        &self.0.ram
-    }
-
-    fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {
-        let vm = &self.0;
-        vm.dirty.switch(&vm.vm, &vm.slots, &vm.ram, on)
-    }
-
-    fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError> {
-        self.0.dirty.harvest(&self.0.vm, &self.0.ram, dirty, rearm)
-    }
-
-    fn deliveries(&self) -> Vec<Delivery> {
-        deliveries_on(self.0.ram.backing())
-    }
-
-    fn delivery(&self) -> Option<DeliveryInUse> {
-        self.0.faults.armed().map(|armed| armed.in_use())
-    }
-
-    fn arm_userfault(
-        &self,
-        missing: Arc<PageBitmap>,
-        options: ArmOptions,
-    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
-        options.check(self.0.ram.pages(), self.0.ram.backing())?;
-        let forced = options.delivery.is_some();
-        let (vm, userfaultfds) = (&self.0, options.userfaultfds);
-        let in_use = match (options.delivery, only_delivery(vm.ram.backing())) {
-            (Some(delivery), _) => DeliveryInUse {
-                delivery,
-                because: "it was requested".into(),
-            },
-            (None, Some((delivery, because))) => DeliveryInUse {
-                delivery,
-                because: because.into(),
-            },
-            (None, None) => trial::choose(vm.vcpus)?,
-        };
-        vm.ram.gate.arm(&missing, || {
-            let missing = Arc::clone(&missing);
-            vm.faults.arm(vm, missing, in_use, forced, userfaultfds)
-        })?;
-        if vm.ram.backing() == Backing::Anonymous {
-            let vm = Arc::downgrade(vm);
-            self.0.ram.map.get_or_init(|| {
-                Box::new(move |first, pages| {
-                    // If this fails, a fault thread does it when the touch sleeps.
-                    let _ = (vm.upgrade()).map(|vm| vm.faults.install(&vm.ram, first, pages));
-                })
-            });
-        }
-        let mut streams: Vec<Box<dyn FaultEvents>> = Vec::new();
-        for part in 0..userfaultfds as usize {
-            for _ in 0..options.readers {
-                streams.push(Box::new(Events::new(Arc::clone(&self.0), part)));
-            }
-        }
-        Ok(streams)
-    }
-
-    fn receives_in_place(&self) -> bool {
-        self.0
-            .faults
-            .armed()
-            .is_none_or(|armed| armed.delivery != Delivery::Missing)
-    }
-
-    fn install(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
-        self.0.faults.install(&self.0.ram, first, pages)
-    }
-
-    fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError> {
-        self.0.faults.install_copy(&self.0.ram, page, bytes)
-    }
-
-    fn begin_postcopy(&self) -> Result<(), MachineError> {
-        self.0.faults.begin_postcopy(&self.0.ram)?;
-        self.0.ram.gate.begin();
-        Ok(())
-    }
-
-    fn assist_postcopy(
-        &self,
-        stop: &dyn Fn() -> bool,
-        want: &dyn Fn(RamPage),
-    ) -> Result<(), MachineError> {
-        super::poison::assist(&self.0, stop, want)
-    }
-
-    fn disarm_userfault(&self) -> Result<(), MachineError> {
-        self.0.faults.disarm(&self.0)?;
-        self.0.ram.gate.begin();
-        Ok(())
-    }
-
-    fn collapse(&self, first: RamPage) -> Collapsed {
-        let range = whole_range(&self.0.ram, first);
-        let armed = self.0.faults.active();
-        let missing = armed.and_then(|armed| armed.missing.next_set(range.start));
-        match missing {
-            Some(missing) if missing < range.end => Collapsed::Missing,
-            _ => huge::collapse(&self.0.ram, self.0.ram.guest_hva(RamPage(0)), first),
-        }
-    }
-
-    fn host_large_bytes(&self) -> Result<u64, MachineError> {
-        huge::host_bytes(&self.0.ram, self.0.ram.guest_hva(RamPage(0)))
-    }
-
-    fn engine_large_bytes(&self) -> Option<u64> {
-        stats::large_bytes(&self.0.vm)
-    }
-
-    fn abandon(&self) {
-        self.0.faults.abandon();
-    }
 }

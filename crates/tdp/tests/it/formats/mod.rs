@@ -11,6 +11,7 @@ mod geometry;
 mod hardware;
 mod join;
 mod meaning;
+mod roots;
 mod strategy;
 
 /// Makes a separate test of `$check::<F>()` for each format.

@@ -45,6 +45,26 @@ enum Tag {
     Exits = 13,
 }
 
+impl Tag {
+    /// The part of the state, in messages.
+    fn part(self) -> &'static str {
+        match self {
+            Self::Regs => "registers",
+            Self::Sregs | Self::Sregs2 => "special registers",
+            Self::Xcrs => "extended control registers",
+            Self::Xsave => "extended registers",
+            Self::DebugRegs => "debug registers",
+            Self::Events => "pending events",
+            Self::MpState => "multiprocessing state",
+            Self::Msrs => "model-specific registers",
+            Self::Cpuid => "CPUID",
+            Self::Lapic => "LAPIC",
+            Self::TscKhz => "TSC frequency",
+            Self::Exits => "exits to report",
+        }
+    }
+}
+
 /// Special registers, by the ioctl that the source's kernel has.
 #[derive(Clone, Debug)]
 pub(in crate::kvm::x86) enum Special {
@@ -225,7 +245,7 @@ impl<'a> Sections<'a> {
 
     fn need(&self, tag: Tag) -> Result<&'a [u8], String> {
         self.find(tag)
-            .ok_or_else(|| format!("section {} ({tag:?}) is missing", tag as u16))
+            .ok_or_else(|| format!("section {} ({}) is missing", tag as u16, tag.part()))
     }
 
     fn plain<T: Plain>(&self, tag: Tag) -> Result<T, String> {
@@ -296,8 +316,9 @@ impl<'a> Sections<'a> {
 
 fn wrong_size(tag: Tag, body: &[u8]) -> String {
     format!(
-        "section {} ({tag:?}) has {} bytes, a wrong length",
+        "section {} ({}) has {} bytes, a wrong length",
         tag as u16,
+        tag.part(),
         body.len()
     )
 }

@@ -4,7 +4,7 @@ use super::{Parts, Special};
 use crate::MachineError;
 use crate::kvm::x86::shared::VmShared;
 use crate::kvm::x86::{cpuid, msr, sys};
-use kvm_bindings::{CpuId, kvm_cpuid_entry2, kvm_msr_entry};
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2, kvm_msr_entry};
 use kvm_ioctls::VcpuFd;
 use rustix::io::Errno;
 
@@ -143,7 +143,7 @@ pub(in crate::kvm::x86) fn store(
     // alone.
     if parts.cpuid.as_slice() != present_cpuid {
         let wanted = CpuId::from_entries(&parts.cpuid)
-            .map_err(|e| MachineError::BadState(format!("its CPUID has too many leaves: {e:?}")))?;
+            .map_err(|_| MachineError::BadState(too_many_leaves(parts.cpuid.len())))?;
         fd.set_cpuid2(&wanted)
             .map_err(errno)
             .map_err(refused("CPUID"))?;
@@ -179,6 +179,10 @@ pub(in crate::kvm::x86) fn store(
     Ok(late)
 }
 
+fn too_many_leaves(leaves: usize) -> String {
+    format!("its CPUID has {leaves} leaves, expected at most {KVM_MAX_CPUID_ENTRIES}")
+}
+
 /// Sets the XSAVE area. The area of a host with larger registers is refused. The area of a host
 /// with smaller ones is padded: its header says which components are there.
 fn set_xsave(fd: &VcpuFd, host_bytes: usize, area: &[u32]) -> Result<(), MachineError> {
@@ -207,4 +211,15 @@ fn set_tsc_khz(fd: &VcpuFd, wanted: u32) -> Result<(), MachineError> {
             errno(e)
         ))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cpuid_that_is_too_long_is_refused_in_words() {
+        let says = "its CPUID has 257 leaves, expected at most 256";
+        assert_eq!(too_many_leaves(KVM_MAX_CPUID_ENTRIES + 1), says);
+    }
 }

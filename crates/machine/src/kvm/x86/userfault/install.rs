@@ -1,9 +1,8 @@
 //! The installation of pages.
 
-use super::mappings::range;
 use super::{Armed, COPY_LOCKS, FaultPath, Kernel, lock, whole};
 use crate::{Delivery, GuestRam, MachineError};
-use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
+use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, Wake};
 
 /// The number of tries for a page that changes under an install.
@@ -13,10 +12,10 @@ impl<K: Kernel> FaultPath<K> {
     /// See [`crate::Machine::install`].
     pub(in crate::kvm::x86) fn install(
         &self,
-        ram: &GuestRam,
         first: RamPage,
         pages: u64,
     ) -> Result<(), MachineError> {
+        let ram = &*self.ram;
         check(ram, first, pages)?;
         if pages == 0 {
             return Ok(());
@@ -26,7 +25,7 @@ impl<K: Kernel> FaultPath<K> {
         };
         let result = match (armed.is_active(), armed.delivery) {
             (true, _) if ram.backing().is_hugetlb() => whole::land(armed, ram, first, pages),
-            (true, Delivery::Missing) => fill_holes(armed, ram, first, pages),
+            (true, Delivery::Missing) => fill_holes(armed, first, pages),
             (true, _) => map_present(armed, ram, first, pages),
             (false, _) => Ok(()),
         };
@@ -45,11 +44,10 @@ impl<K: Kernel> FaultPath<K> {
     /// See [`crate::Machine::install_copy`].
     pub(in crate::kvm::x86) fn install_copy(
         &self,
-        ram: &GuestRam,
         page: RamPage,
         bytes: &[u8],
     ) -> Result<(), MachineError> {
-        check(ram, page, 1)?;
+        check(&self.ram, page, 1)?;
         let Some(armed) = self.active() else {
             return Err(MachineError::WrongState(
                 "a page can be copied in only while fault delivery is armed",
@@ -63,16 +61,15 @@ impl<K: Kernel> FaultPath<K> {
         if bytes.len() as u64 != PAGE_SIZE {
             return Err(MachineError::WrongState("a page has 4096 bytes"));
         }
-        let (start, len) = range(ram, page, 1);
         // Two threads may bring the same page. The second must find the first one's result.
         let _turn = lock(&armed.copy_locks[page.index() % COPY_LOCKS]);
         if armed.landed.test(page) {
             return armed
                 .watch
-                .wake(start, len)
+                .wake(page, 1)
                 .map_err(|e| MachineError::os("cannot wake the sleepers of a page", e));
         }
-        match armed.watch.copy(start, bytes, Wake::Now) {
+        match armed.watch.copy(page, bytes, Wake::Now) {
             Ok(()) => {
                 armed.landed.set(page);
                 Ok(())
@@ -80,7 +77,7 @@ impl<K: Kernel> FaultPath<K> {
             // Present: its bytes are newer than these.
             Err(stop) if stop.is_already_there() && !armed.missing.test(page) => armed
                 .watch
-                .wake(start, len)
+                .wake(page, 1)
                 .map_err(|e| MachineError::os("cannot wake the sleepers of a page", e)),
             Err(stop) => Err(MachineError::os("cannot copy a missing page in", stop)),
         }
@@ -103,71 +100,64 @@ fn map_present(
     first: RamPage,
     pages: u64,
 ) -> Result<(), MachineError> {
-    let (start, len) = range(ram, first, pages);
     let failed = |e: RangeError| MachineError::os("cannot map a page that has arrived", e);
-    let (mut done, mut stopped, mut idle) = (0, false, 0);
-    while done < len {
-        let at = Hva(start.0 + done);
+    let end = first.0 + pages;
+    let (mut at, mut stopped, mut idle) = (first, false, 0);
+    while at.0 < end {
         match armed
             .watch
-            .continue_unmapped(at, len - done, PageSize::Size4K, Wake::Now)
+            .continue_unmapped(at, end - at.0, PageSize::Size4K, Wake::Now)
         {
-            Ok(_) => break,
-            Err(stop) if stop.is_not_in_page_cache() => done += stop.done,
+            Ok(()) => break,
+            Err(stop) if stop.is_not_in_page_cache() => at.0 += pages_done(&stop),
             Err(stop) => return Err(failed(stop)),
         }
         stopped = true;
-        let base = first.byte_offset();
-        let hole = hole_end(ram, base + done, base + len)? - (base + done);
-        // The hole is gone. One page is tried all the same: the error then says that the page is
-        // there.
-        let hole = hole.max(PAGE_SIZE);
-        match armed.watch.zeropage(Hva(start.0 + done), hole, Wake::Now) {
-            Ok(()) => (done, idle) = (done + hole, 0),
+        // The hole may be gone. One page is tried all the same: the error then says that the page
+        // is there.
+        let hole = hole_pages(ram, at, end)?.max(1);
+        match armed.watch.zeropage(at, hole, Wake::Now) {
+            Ok(()) => (at.0, idle) = (at.0 + hole, 0),
             // Filled or mapped meanwhile: CONTINUE decides.
             Err(stop) if stop.is_already_there() && idle < TRIES => {
                 idle = if stop.done > 0 { 0 } else { idle + 1 };
-                done += stop.done;
+                at.0 += pages_done(&stop);
             }
             Err(stop) => return Err(failed(stop)),
         }
     }
     if stopped {
         // A call that stops half-way does not wake the threads that sleep on pages mapped before.
-        armed.watch.wake(start, len).map_err(failed)?;
+        armed.watch.wake(first, pages).map_err(failed)?;
     }
     Ok(())
 }
 
 /// ZEROPAGE wherever there is a hole. For pages of the page cache, only the sleepers must be woken.
-fn fill_holes(
-    armed: &Armed<impl Kernel>,
-    ram: &GuestRam,
-    first: RamPage,
-    pages: u64,
-) -> Result<(), MachineError> {
-    let (start, len) = range(ram, first, pages);
+fn fill_holes(armed: &Armed<impl Kernel>, first: RamPage, pages: u64) -> Result<(), MachineError> {
     let failed = |e: RangeError| MachineError::os("cannot map a zero page that has arrived", e);
-    let mut done = 0;
-    while done < len {
-        match armed
-            .watch
-            .zeropage(Hva(start.0 + done), len - done, Wake::Now)
-        {
+    let end = first.0 + pages;
+    let mut at = first;
+    while at.0 < end {
+        match armed.watch.zeropage(at, end - at.0, Wake::Now) {
             Ok(()) => break,
-            Err(stop) if stop.is_already_there() => done += stop.done + PAGE_SIZE,
+            Err(stop) if stop.is_already_there() => at.0 += pages_done(&stop) + 1,
             Err(stop) => return Err(failed(stop)),
         }
     }
-    for page in first.0..first.0 + pages {
+    for page in first.0..end {
         armed.landed.set(RamPage(page));
     }
-    armed.watch.wake(start, len).map_err(failed)
+    armed.watch.wake(first, pages).map_err(failed)
 }
 
-/// The first byte at or behind `offset` that is in the page cache, or `end` if there is none before
-/// it.
-fn hole_end(ram: &GuestRam, offset: u64, end: u64) -> Result<u64, MachineError> {
-    let next = ram.next_allocated(RamPage(offset / PAGE_SIZE), 1)?;
-    Ok(next.map_or(end, |pages| (pages.start * PAGE_SIZE).min(end)))
+/// The pages that a call has done. It stops at a page's border.
+fn pages_done(stop: &RangeError) -> u64 {
+    stop.done / PAGE_SIZE
+}
+
+/// The number of pages from `at` on, at most to `end`, that are not in the page cache.
+fn hole_pages(ram: &GuestRam, at: RamPage, end: u64) -> Result<u64, MachineError> {
+    let next = ram.next_allocated(at, 1)?;
+    Ok(next.map_or(end, |pages| pages.start.min(end)) - at.0)
 }

@@ -1,11 +1,12 @@
 //! The kernel's part in the delivery of faults, as this module uses it.
 //!
 //! [`Watch`](super::watch::Watch) is the kernel itself. The model of the fault path has one of its
-//! own (`model`). All calls take pages of RAM by their addresses in the guest's mapping. An entry
-//! of its page table is empty, a marker, or maps the page of the page cache.
+//! own (`model`). All calls are on the guest's mapping of pages of RAM. An entry of its page table is
+//! empty, a marker, or maps the page of the page cache. A [`RangeError`] counts the bytes done from
+//! the first of the pages.
 
 use crate::MachineError;
-use pageferry_addr::{Hva, PageSize, RamPage};
+use pageferry_addr::{PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, Wake};
 use std::ops::Range;
 
@@ -15,29 +16,29 @@ pub(in crate::kvm::x86) trait Kernel {
     /// With [`Wake::Now`] it wakes the sleepers of all these pages, unless it stops half-way.
     fn continue_unmapped(
         &self,
-        start: Hva,
-        len: u64,
-        page: PageSize,
+        first: RamPage,
+        pages: u64,
+        size: PageSize,
         wake: Wake,
     ) -> Result<(), RangeError>;
 
     /// Fills holes of the page cache with zeros and maps them.
-    fn zeropage(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError>;
+    fn zeropage(&self, first: RamPage, pages: u64, wake: Wake) -> Result<(), RangeError>;
 
-    /// Fills holes of the page cache with `bytes` and maps them.
-    fn copy(&self, start: Hva, bytes: &[u8], wake: Wake) -> Result<(), RangeError>;
+    /// Fills a hole of the page cache with the bytes of a page, and maps it.
+    fn copy(&self, page: RamPage, bytes: &[u8], wake: Wake) -> Result<(), RangeError>;
 
     /// Sets markers at empty entries, and skips others.
     fn poison_unmapped(
         &self,
-        start: Hva,
-        len: u64,
-        page: PageSize,
+        first: RamPage,
+        pages: u64,
+        size: PageSize,
         wake: Wake,
     ) -> Result<(), RangeError>;
 
     /// Wakes the threads that sleep on pages.
-    fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError>;
+    fn wake(&self, first: RamPage, pages: u64) -> Result<(), RangeError>;
 
     /// Registers private memory, which pre-copy filled through the same mapping. Other memory is
     /// registered from the start.

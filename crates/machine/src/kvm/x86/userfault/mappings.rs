@@ -3,7 +3,7 @@
 
 use super::kernel::Kernel;
 use crate::{Backing, GuestRam, MachineError};
-use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
+use pageferry_addr::{PAGE_SIZE, RamPage};
 use rustix::mm::Advice;
 use std::fs::File;
 use std::ops::Range;
@@ -15,11 +15,6 @@ const READ_PAGES: u64 = 4096;
 /// An entry of the pagemap that is neither empty nor a page. In a mapping of shared memory it is a
 /// marker, or a page that the kernel moves (`pte_to_pagemap_entry` in `fs/proc/task_mmu.c`).
 const PM_SWAP: u64 = 1 << 62;
-
-/// The address and the length of pages in the guest's mapping.
-pub(super) fn range(ram: &GuestRam, first: RamPage, pages: u64) -> (Hva, u64) {
-    (ram.guest_hva(first), pages * PAGE_SIZE)
-}
 
 /// Makes holes of pages, so that a touch of them is a missing fault.
 ///
@@ -74,11 +69,14 @@ pub(super) fn drop_mappings(
         ram.backing() != Backing::Anonymous,
         "private memory would lose its bytes"
     );
-    let (start, len) = range(ram, first, pages);
-    // SAFETY: the range lies in the guest's mapping, which is shared and backed by the memfd, so no
-    // bytes are lost. KVM's MMU notifier learns of it, and KVM maps the pages again.
-    unsafe { rustix::mm::madvise(start.0 as *mut _, len as usize, Advice::LinuxDontNeed) }
-        .map_err(|e| MachineError::os("cannot drop pages from the guest's mapping", e))
+    for (start, pages) in ram.guest_runs(first, pages) {
+        let len = (pages * PAGE_SIZE) as usize;
+        // SAFETY: the range lies in the guest's mapping, which is shared and backed by the memfd,
+        // so no bytes are lost. KVM's MMU notifier learns of it, and KVM maps the pages again.
+        unsafe { rustix::mm::madvise(start.0 as *mut _, len, Advice::LinuxDontNeed) }
+            .map_err(|e| MachineError::os("cannot drop pages from the guest's mapping", e))?;
+    }
+    Ok(())
 }
 
 /// [`Kernel::markers`]
@@ -89,11 +87,15 @@ pub(in crate::kvm::x86) fn markers(
     let Ok(pagemap) = File::open("/proc/self/pagemap") else {
         return Ok(None);
     };
-    let mut entries = vec![0; (pages.end - pages.start) as usize * 8];
-    let offset = ram.guest_hva(RamPage(pages.start)).0 / PAGE_SIZE * 8;
-    pagemap
-        .read_exact_at(&mut entries, offset)
-        .map_err(|e| MachineError::os("cannot read the pagemap of this process", e))?;
+    let count = pages.end - pages.start;
+    let mut entries = Vec::with_capacity(count as usize * 8);
+    for (start, pages) in ram.guest_runs(RamPage(pages.start), count) {
+        let read = entries.len();
+        entries.resize(read + pages as usize * 8, 0);
+        pagemap
+            .read_exact_at(&mut entries[read..], start.0 / PAGE_SIZE * 8)
+            .map_err(|e| MachineError::os("cannot read the pagemap of this process", e))?;
+    }
     let (entries, _) = entries.as_chunks::<8>();
     let is_marker = |entry: &[u8; 8]| u64::from_le_bytes(*entry) & PM_SWAP != 0;
     Ok(Some(entries.iter().map(is_marker).collect()))
@@ -101,8 +103,14 @@ pub(in crate::kvm::x86) fn markers(
 
 /// [`Kernel::populate`]
 pub(super) fn populate(ram: &GuestRam, page: RamPage) -> Result<(), MachineError> {
-    let (start, len) = range(ram, page, 1);
+    let start = ram.guest_hva(page);
     // SAFETY: populating changes no byte, and the page lies in the guest's mapping.
-    unsafe { rustix::mm::madvise(start.0 as *mut _, len as usize, Advice::LinuxPopulateRead) }
-        .map_err(|e| MachineError::os("cannot reach the host's memory", e))
+    unsafe {
+        rustix::mm::madvise(
+            start.0 as *mut _,
+            PAGE_SIZE as usize,
+            Advice::LinuxPopulateRead,
+        )
+    }
+    .map_err(|e| MachineError::os("cannot reach the host's memory", e))
 }

@@ -55,17 +55,18 @@ use mappings::{punch, sweep_markers};
 use watch::Watch;
 
 use super::paging::Known;
-use super::shared::VmShared;
 use super::sync::Ordering;
-use super::trial;
+use crate::huge::{self, whole_range};
 use crate::sync::{AtomicBool, Mutex, MutexGuard};
-use crate::{Backing, Delivery, DeliveryInUse, GuestRam, MachineError};
+use crate::{Backing, Collapsed, Delivery, DeliveryInUse, GuestRam, MachineError, RamRegion};
 use pageferry_addr::{Hva, RamPage};
 use pageferry_userfault::PageBitmap;
 use pageferry_userfault::uffd::{Features, UffdSupport};
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, PoisonError};
 
+/// `KVM_MEMORY_EXIT_FLAG_USERFAULT` of the KVM Userfault series (James Houghton, December 2024).
+pub(super) const EXIT_FLAG_USERFAULT: u64 = 1 << 4;
 /// The number of locks that order the copies of pages.
 const COPY_LOCKS: usize = 64;
 
@@ -85,13 +86,21 @@ fn features(delivery: Delivery, backing: Backing) -> Features {
     }
 }
 
-/// The deliveries that this host supports for memory of `backing`, best first.
-pub(super) fn deliveries_on(backing: Backing) -> Vec<Delivery> {
-    let Some((only, _)) = only_delivery(backing) else {
-        return deliveries();
+/// The deliveries for memory of `backing` that this host's userfaultfd supports, best first.
+/// [`Delivery::Userfault`] is not here, as only a guest shows whether KVM has it.
+pub(super) fn userfaultfd_deliveries(backing: Backing) -> Vec<Delivery> {
+    static SHARED: OnceLock<Vec<Delivery>> = OnceLock::new();
+    let serving = |deliveries: &[Delivery]| -> Vec<Delivery> {
+        let support = UffdSupport::probe();
+        let serves = |delivery: &&Delivery| support.serves(features(**delivery, backing));
+        deliveries.iter().filter(serves).copied().collect()
     };
-    let serves = UffdSupport::probe().serves(features(only, backing));
-    serves.then_some(only).into_iter().collect()
+    match only_delivery(backing) {
+        Some((only, _)) => serving(&[only]),
+        None => SHARED
+            .get_or_init(|| serving(&[Delivery::Poison, Delivery::Minor, Delivery::Missing]))
+            .clone(),
+    }
 }
 
 /// The one delivery that can serve memory of `backing`, and the reason to take it. `None` if all
@@ -107,31 +116,18 @@ pub(super) fn only_delivery(backing: Backing) -> Option<(Delivery, &'static str)
     }
 }
 
-/// The deliveries that this host supports for shared memory, best first.
-pub(super) fn deliveries() -> Vec<Delivery> {
-    static FOUND: OnceLock<Vec<Delivery>> = OnceLock::new();
-    FOUND
-        .get_or_init(|| {
-            let support = UffdSupport::probe();
-            let all = [Delivery::Poison, Delivery::Minor, Delivery::Missing];
-            let mut found: Vec<_> = all
-                .into_iter()
-                .filter(|d| support.serves(features(*d, Backing::Shmem)))
-                .collect();
-            if found.contains(&Delivery::Minor) && trial::kvm_userfault_works() {
-                found.insert(0, Delivery::Userfault);
-            }
-            found
-        })
-        .clone()
-}
+/// Gives KVM the bits of a region's missing pages, or takes them away.
+pub(super) type SetBits<'a> = &'a dyn Fn(&RamRegion, Option<Hva>) -> Result<(), MachineError>;
 
 /// Gives KVM the bits of missing pages, slot by slot, or takes them away.
-fn set_bitmap(vm: &VmShared, missing: Option<&PageBitmap>) -> Result<(), MachineError> {
-    for region in vm.ram.layout().regions() {
+fn set_bitmap(
+    ram: &GuestRam,
+    missing: Option<&PageBitmap>,
+    set: SetBits<'_>,
+) -> Result<(), MachineError> {
+    for region in ram.layout().regions() {
         let bits = missing.and_then(|missing| missing.address_from(region.first));
-        let bits = bits.map(|bits| Hva(bits.addr() as u64));
-        vm.slots.set_userfault(&vm.vm, region, bits)?;
+        set(region, bits.map(|bits| Hva(bits.addr() as u64)))?;
     }
     Ok(())
 }
@@ -181,6 +177,7 @@ impl<K> Armed<K> {
 
 /// The fault delivery of one VM, armed or not.
 pub(super) struct FaultPath<K = Watch> {
+    pub(super) ram: Arc<GuestRam>,
     armed: OnceLock<Armed<K>>,
     /// Serializes arming, disarming and the note that a vCPU has run.
     ran: Mutex<bool>,
@@ -193,8 +190,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl<K: Kernel> FaultPath<K> {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(ram: Arc<GuestRam>) -> Self {
         Self {
+            ram,
             armed: OnceLock::new(),
             ran: Mutex::new(false),
             known: Mutex::new(BTreeMap::new()),
@@ -232,8 +230,14 @@ impl<K: Kernel> FaultPath<K> {
         lock(&self.known).values().cloned().collect()
     }
 
+    /// See [`crate::Machine::receives_in_place`].
+    pub(super) fn receives_in_place(&self) -> bool {
+        self.armed()
+            .is_none_or(|armed| armed.delivery != Delivery::Missing)
+    }
+
     /// See [`crate::Machine::begin_postcopy`].
-    pub(super) fn begin_postcopy(&self, ram: &GuestRam) -> Result<(), MachineError> {
+    pub(super) fn begin_postcopy(&self) -> Result<(), MachineError> {
         let Some(armed) = self.active() else {
             return Err(MachineError::WrongState(
                 "post-copy needs an armed fault delivery",
@@ -243,17 +247,17 @@ impl<K: Kernel> FaultPath<K> {
             armed.watch.register_private()?;
             let mut from = 0;
             while let Some(run) = armed.missing.next_run(from, usize::MAX) {
-                punch(ram, RamPage(run.start as u64), run.len() as u64)?;
+                punch(&self.ram, RamPage(run.start as u64), run.len() as u64)?;
                 from = run.end;
             }
         }
+        self.ram.gate.begin();
         Ok(())
     }
 
     /// Ends delivery, except for the bitmap that KVM may have.
     fn end(
         &self,
-        pages: u64,
         take_bitmap: impl FnOnce() -> Result<(), MachineError>,
     ) -> Result<(), MachineError> {
         let _turn = lock(&self.ran);
@@ -267,7 +271,7 @@ impl<K: Kernel> FaultPath<K> {
         }
         let _no_marking = armed.marking();
         match armed.delivery {
-            Delivery::Poison => sweep_markers(&armed.watch, pages)?,
+            Delivery::Poison => sweep_markers(&armed.watch, self.ram.pages())?,
             Delivery::Userfault => take_bitmap()?,
             _ => {}
         }
@@ -279,7 +283,24 @@ impl<K: Kernel> FaultPath<K> {
             )
         })?;
         armed.active.store(false, Ordering::Release);
+        self.ram.gate.begin();
         Ok(())
+    }
+
+    /// See [`crate::Machine::collapse`].
+    pub(super) fn collapse(&self, first: RamPage) -> Collapsed {
+        let range = whole_range(&self.ram, first);
+        let armed = self.active();
+        let missing = armed.and_then(|armed| armed.missing.next_set(range.start));
+        match missing {
+            Some(missing) if missing < range.end => Collapsed::Missing,
+            _ => huge::collapse(&self.ram, self.ram.guest_hva(first), first),
+        }
+    }
+
+    /// See [`crate::Machine::host_large_bytes`].
+    pub(super) fn host_large_bytes(&self) -> Result<u64, MachineError> {
+        huge::host_bytes(self.ram.guest_runs(RamPage(0), self.ram.pages()))
     }
 
     /// See [`crate::Machine::abandon`].
@@ -312,7 +333,6 @@ impl<K: Kernel> FaultPath<K> {
     fn set_armed(
         &self,
         watch: K,
-        backing: Backing,
         missing: Arc<PageBitmap>,
         in_use: DeliveryInUse,
         forced: bool,
@@ -320,7 +340,7 @@ impl<K: Kernel> FaultPath<K> {
         let delivery = in_use.delivery;
         let landed = match delivery {
             Delivery::Missing => missing.pages(),
-            _ if backing.is_hugetlb() => missing.pages(),
+            _ if self.ram.backing().is_hugetlb() => missing.pages(),
             _ => 0,
         };
         let armed = Armed {
@@ -341,24 +361,26 @@ impl<K: Kernel> FaultPath<K> {
 
 impl FaultPath {
     /// See [`crate::Machine::disarm_userfault`].
-    pub(super) fn disarm(&self, vm: &VmShared) -> Result<(), MachineError> {
-        self.end(vm.ram.pages(), || set_bitmap(vm, None))
+    pub(super) fn disarm(&self, set: SetBits<'_>) -> Result<(), MachineError> {
+        self.end(|| set_bitmap(&self.ram, None, set))
     }
 
     /// Arms the machine by `userfaultfds` userfaultfds; see [`crate::Machine::arm_userfault`].
     pub(super) fn arm(
         &self,
-        vm: &VmShared,
         missing: Arc<PageBitmap>,
         in_use: DeliveryInUse,
         forced: bool,
         userfaultfds: u32,
+        set: SetBits<'_>,
     ) -> Result<(), MachineError> {
-        let (ram, delivery) = (&vm.ram, in_use.delivery);
-        // KVM itself refuses this one where it lacks it. The test that it works comes here too.
-        let only = only_delivery(ram.backing());
-        let is_tested = delivery == Delivery::Userfault && only.is_none();
-        if !is_tested && !deliveries_on(ram.backing()).contains(&delivery) {
+        let (ram, delivery) = (&self.ram, in_use.delivery);
+        // KVM's own accesses come as minor faults. The rest KVM itself refuses where it lacks it.
+        let needed = match (delivery, only_delivery(ram.backing())) {
+            (Delivery::Userfault, None) => Delivery::Minor,
+            _ => delivery,
+        };
+        if !userfaultfd_deliveries(ram.backing()).contains(&needed) {
             return Err(MachineError::NoDelivery(delivery));
         }
         if missing.pages() as u64 != ram.pages() {
@@ -381,12 +403,12 @@ impl FaultPath {
         if ram.backing() != Backing::Anonymous {
             watch.drop_mappings(RamPage(0), ram.pages())?;
         }
-        if delivery == Delivery::Userfault && set_bitmap(vm, Some(&missing)).is_err() {
+        if delivery == Delivery::Userfault && set_bitmap(ram, Some(&missing), set).is_err() {
             // The first slots may have the bitmap, which goes with this call.
-            set_bitmap(vm, None)?;
+            set_bitmap(ram, None, set)?;
             return Err(MachineError::NoDelivery(delivery));
         }
-        self.set_armed(watch, ram.backing(), missing, in_use, forced)?;
+        self.set_armed(watch, missing, in_use, forced)?;
         drop(ran);
         Ok(())
     }

@@ -7,8 +7,8 @@
 //!
 //! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB, or at the backing's
 //! page if that is larger. So no border divides a huge page. The kernel takes no range that leaves
-//! the mapping of one file (`find_dst_vma` in `mm/userfaultfd.c`). So a call is split at the
-//! borders of parts and of files, and stops at the first error. That error counts the bytes done
+//! the mapping of one file (`find_dst_vma` in `mm/userfaultfd.c`), and the mappings of a VMM's files
+//! may be anywhere. So a call is split at the borders of parts and of files, and stops at the first error. That error counts the bytes done
 //! from the start of the whole range.
 //!
 //! The threads that wait for pages of one userfaultfd share its locks in the kernel. Several
@@ -35,12 +35,11 @@ pub(in crate::kvm::x86) struct Watch {
     ram: Arc<GuestRam>,
 }
 
-/// The share of a file in a part.
+/// The share of a file in a part. The mapping has its pages one behind the other.
 struct Piece {
     /// The index of its userfaultfd.
     part: usize,
-    /// Its addresses.
-    range: Range<u64>,
+    pages: Range<u64>,
 }
 
 impl Watch {
@@ -62,15 +61,11 @@ impl Watch {
                 ))
             })
         };
-        let base = ram.guest_hva(RamPage(0)).0;
         let sizes = ram.files(RamPage(0), ram.pages()).map(|(.., pages)| pages);
         let parts = parts_of(ram.pages(), count, ArmOptions::unit(ram.backing()));
         let pieces = pieces_of(parts, sizes)
             .into_iter()
-            .map(|(part, pages)| Piece {
-                part,
-                range: base + pages.start * PAGE_SIZE..base + pages.end * PAGE_SIZE,
-            });
+            .map(|(part, pages)| Piece { part, pages });
         let watch = Self {
             userfaultfds: (0..count).map(open).collect::<Result<_, _>>()?,
             pieces: pieces.collect(),
@@ -84,16 +79,16 @@ impl Watch {
     }
 
     fn register(&self) -> Result<(), MachineError> {
-        for Piece { part, range } in &self.pieces {
-            let uffd = &self.userfaultfds[*part];
+        for Piece { part, pages } in &self.pieces {
+            let (uffd, (start, len)) = (&self.userfaultfds[*part], self.range(pages.clone()));
             // SAFETY: (1) vCPUs touch the guest's mapping, and KVM for them. The threads that
             // resolve faults never do: they use the alias, or `UFFDIO_COPY` for private memory,
             // which has none; (2) no Rust reference to guest memory exists; (3) `GuestRam` owns the
-            // mapping, and the watch holds it as long as it holds this userfaultfd.
-            unsafe { uffd.register(Hva(range.start), range.end - range.start, self.mode) }
-                .map_err(|e| {
-                    MachineError::os("cannot register guest memory with userfaultfd", e)
-                })?;
+            // mapping, or its adopter keeps it. The watch holds that memory as long as it holds
+            // this userfaultfd.
+            unsafe { uffd.register(start, len, self.mode) }.map_err(|e| {
+                MachineError::os("cannot register guest memory with userfaultfd", e)
+            })?;
         }
         Ok(())
     }
@@ -103,22 +98,28 @@ impl Watch {
         &self.userfaultfds[part]
     }
 
+    /// The address and the length of pages of one piece.
+    fn range(&self, pages: Range<u64>) -> (Hva, u64) {
+        let start = self.ram.guest_hva(RamPage(pages.start));
+        (start, (pages.end - pages.start) * PAGE_SIZE)
+    }
+
     fn split(
         &self,
-        start: Hva,
-        len: u64,
+        first: RamPage,
+        pages: u64,
         mut call: impl FnMut(&Userfaultfd, Hva, u64) -> Result<(), RangeError>,
     ) -> Result<(), RangeError> {
-        let end = start.0 + len;
-        let first = (self.pieces).partition_point(|piece| piece.range.end <= start.0);
-        let touched = self.pieces[first..].iter();
-        for Piece { part, range } in touched.take_while(|piece| piece.range.start < end) {
-            let from = start.0.max(range.start);
-            let bytes = end.min(range.end) - from;
-            call(&self.userfaultfds[*part], Hva(from), bytes).map_err(|stop| RangeError {
-                start,
-                len,
-                done: from - start.0 + stop.done,
+        let end = first.0 + pages;
+        let piece = (self.pieces).partition_point(|piece| piece.pages.end <= first.0);
+        let touched = self.pieces[piece..].iter();
+        for piece in touched.take_while(|piece| piece.pages.start < end) {
+            let from = first.0.max(piece.pages.start);
+            let (start, len) = self.range(from..end.min(piece.pages.end));
+            call(&self.userfaultfds[piece.part], start, len).map_err(|stop| RangeError {
+                start: self.ram.guest_hva(first),
+                len: pages * PAGE_SIZE,
+                done: (from - first.0) * PAGE_SIZE + stop.done,
                 ..stop
             })?;
         }
@@ -129,44 +130,40 @@ impl Watch {
 impl Kernel for Watch {
     fn continue_unmapped(
         &self,
-        start: Hva,
-        len: u64,
-        page: PageSize,
+        first: RamPage,
+        pages: u64,
+        size: PageSize,
         wake: Wake,
     ) -> Result<(), RangeError> {
-        self.split(start, len, |uffd, start, len| {
-            uffd.continue_unmapped(start, len, page, wake).map(drop)
+        self.split(first, pages, |uffd, start, len| {
+            uffd.continue_unmapped(start, len, size, wake).map(drop)
         })
     }
 
-    fn zeropage(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
-        self.split(start, len, |uffd, start, len| {
+    fn zeropage(&self, first: RamPage, pages: u64, wake: Wake) -> Result<(), RangeError> {
+        self.split(first, pages, |uffd, start, len| {
             uffd.zeropage(start, len, wake)
         })
     }
 
-    fn copy(&self, start: Hva, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
-        let len = bytes.len() as u64;
-        self.split(start, len, |uffd, from, len| {
-            let first = (from.0 - start.0) as usize;
-            uffd.copy(from, &bytes[first..first + len as usize], wake)
-        })
+    fn copy(&self, page: RamPage, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
+        self.split(page, 1, |uffd, start, _| uffd.copy(start, bytes, wake))
     }
 
     fn poison_unmapped(
         &self,
-        start: Hva,
-        len: u64,
-        page: PageSize,
+        first: RamPage,
+        pages: u64,
+        size: PageSize,
         wake: Wake,
     ) -> Result<(), RangeError> {
-        self.split(start, len, |uffd, start, len| {
-            uffd.poison_unmapped(start, len, page, wake).map(drop)
+        self.split(first, pages, |uffd, start, len| {
+            uffd.poison_unmapped(start, len, size, wake).map(drop)
         })
     }
 
-    fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError> {
-        self.split(start, len, Userfaultfd::wake)
+    fn wake(&self, first: RamPage, pages: u64) -> Result<(), RangeError> {
+        self.split(first, pages, Userfaultfd::wake)
     }
 
     fn register_private(&self) -> Result<(), MachineError> {
@@ -179,9 +176,9 @@ impl Kernel for Watch {
     /// Goes on after an error, and returns the first one.
     fn unregister(&self) -> Result<(), RangeError> {
         let mut result = Ok(());
-        for Piece { part, range } in &self.pieces {
-            let uffd = &self.userfaultfds[*part];
-            result = result.and(uffd.unregister(Hva(range.start), range.end - range.start));
+        for Piece { part, pages } in &self.pieces {
+            let (start, len) = self.range(pages.clone());
+            result = result.and(self.userfaultfds[*part].unregister(start, len));
         }
         result
     }

@@ -8,7 +8,6 @@
 //! cleared after the installation, so they alone would not do: two threads that bring the last two
 //! pieces would each find the other's bit set.
 
-use super::mappings::range;
 use super::{Armed, COPY_LOCKS, Kernel, lock};
 use crate::{GuestRam, MachineError};
 use pageferry_addr::RamPage;
@@ -55,8 +54,10 @@ fn is_whole<K>(armed: &Armed<K>, page: Range<usize>) -> bool {
 
 fn map(armed: &Armed<impl Kernel>, ram: &GuestRam, page: RamPage) -> Result<(), MachineError> {
     let size = ram.backing().page_size();
-    let (start, len) = range(ram, page, size.pages());
-    let map = || armed.watch.continue_unmapped(start, len, size, Wake::Now);
+    let map = || {
+        let pages = size.pages();
+        armed.watch.continue_unmapped(page, pages, size, Wake::Now)
+    };
     let mapped = match map() {
         // Nobody has written a piece: all are zero.
         Err(stop) if stop.is_not_in_page_cache() => {

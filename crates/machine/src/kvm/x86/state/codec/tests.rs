@@ -1,7 +1,8 @@
 //! The codec against malformed bytes, and every part of the state against a real vCPU.
 
 use super::*;
-use crate::kvm::x86::vm::{Irqchip, KvmOptions, create_with};
+use crate::kvm::x86::machine::create_with;
+use crate::kvm::x86::vm::{Irqchip, KvmOptions};
 use crate::{MachineError, MachineSpec, StartState, Vcpu};
 use proptest::prelude::*;
 
@@ -116,10 +117,29 @@ fn malformed_states_are_refused_with_the_reason() {
     let (xcrs, _) = section(&good, 4);
     assert!(why(&with(xcrs, 1)).contains("section 1 occurs twice"));
     assert!(why(&with(xcrs, 2)).contains("special registers twice"));
-    assert!(why(&with(xcrs, 11)).contains("section 11 (Lapic) has 392 bytes"));
+    assert!(why(&with(xcrs, 11)).contains("section 11 (LAPIC) has 392 bytes"));
     let (exits, _) = section(&good, 13);
     assert!(why(&with(exits + 8, 3)).contains("exit of kind 3"));
     assert!(why(&with(exits + 9, 9)).contains("9 bytes"));
+}
+
+/// The words for a section in messages.
+fn part(tag: u16) -> &'static str {
+    [
+        "(registers)",
+        "(special registers)",
+        "(special registers)",
+        "(extended control registers)",
+        "(extended registers)",
+        "(debug registers)",
+        "(pending events)",
+        "(multiprocessing state)",
+        "(model-specific registers)",
+        "(CPUID)",
+        "(LAPIC)",
+        "(TSC frequency)",
+        "(exits to report)",
+    ][usize::from(tag) - 1]
 }
 
 #[test]
@@ -135,10 +155,12 @@ fn a_section_that_is_missing_or_cut_is_refused() {
             "{tag}: {}",
             why(&without)
         );
+        assert!(why(&without).contains(part(tag)), "{}", why(&without));
         let mut cut = good.clone();
         cut.remove(at + 8);
         cut[at + 4..at + 8].copy_from_slice(&(len as u32 - 1).to_le_bytes());
         assert!(why(&cut).contains("a wrong length"), "{tag}: {}", why(&cut));
+        assert!(why(&cut).contains(part(tag)), "{}", why(&cut));
     }
 }
 
@@ -287,7 +309,7 @@ fn a_state_that_this_machine_cannot_have_is_refused() {
         }
     });
     assert!(
-        lacking.contains("does not offer: CPUID 0x1.0 Edx bits 0x400"),
+        lacking.contains("does not offer: CPUID 0x1.0 EDX bits 0x400"),
         "{lacking}"
     );
     let lacking = with(&|p| p.msrs.retain(|msr| msr.index != 0xc000_0082));

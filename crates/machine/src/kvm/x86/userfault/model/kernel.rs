@@ -7,7 +7,7 @@
 use super::PAGES;
 use crate::kvm::x86::userfault::Kernel;
 use crate::{GuestRam, MachineError, UncheckedRam};
-use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
+use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, RangeOp, Wake};
 use rustix::io::Errno;
 use shuttle::sync::{Condvar, Mutex, MutexGuard};
@@ -24,7 +24,7 @@ pub(super) fn placing(ram: &GuestRam) -> UncheckedRam<'_> {
 
 /// An entry of the guest mapping's page table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Entry {
+pub(super) enum Pte {
     Empty,
     Marker,
     Mapped,
@@ -37,7 +37,7 @@ pub(super) enum Touch {
 }
 
 pub(super) struct State {
-    pub(super) entries: [Entry; PAGES as usize],
+    pub(super) entries: [Pte; PAGES as usize],
     /// Whether the mapping is registered, and then whether it is for minor faults too.
     registered: Option<bool>,
     /// The number of the last sleep.
@@ -60,7 +60,7 @@ impl State {
 
 /// The kernel.
 pub(super) struct Model {
-    pub(super) ram: GuestRam,
+    pub(super) ram: Arc<GuestRam>,
     state: Mutex<State>,
     /// A sleep has begun or ended, or `over` is set.
     changed: Condvar,
@@ -69,11 +69,11 @@ pub(super) struct Model {
 impl Model {
     /// A kernel whose entries are all empty. All of `ram` is registered for missing faults, and
     /// for `minor` ones too.
-    pub(super) fn new(ram: GuestRam, minor: bool) -> Arc<Self> {
+    pub(super) fn new(ram: Arc<GuestRam>, minor: bool) -> Arc<Self> {
         Arc::new(Self {
             ram,
             state: Mutex::new(State {
-                entries: [Entry::Empty; PAGES as usize],
+                entries: [Pte::Empty; PAGES as usize],
                 registered: Some(minor),
                 last: 0,
                 sleepers: Vec::new(),
@@ -99,20 +99,15 @@ impl Model {
         next.is_some_and(|pages| pages.start == page.0)
     }
 
-    fn pages(&self, start: Hva, len: u64) -> Range<u64> {
-        let first = self.ram.page_at_guest_hva(start).unwrap().0;
-        first..first + len / PAGE_SIZE
-    }
-
     /// Changes entries one by one. `change` says whether it changed the entry.
     fn fill(
         &self,
         op: RangeOp,
-        (start, len): (Hva, u64),
+        (first, count): (RamPage, u64),
         wake: Wake,
         change: impl Fn(&mut State, RamPage) -> Result<bool, Errno>,
     ) -> Result<(), RangeError> {
-        let pages = self.pages(start, len);
+        let pages = first.0..first.0 + count;
         let mut changed = 0;
         for (done, page) in (0..).zip(pages.clone()) {
             let mut state = self.lock();
@@ -125,8 +120,8 @@ impl Model {
                 Err(errno) => {
                     return Err(RangeError {
                         op,
-                        start,
-                        len,
+                        start: self.ram.guest_hva(first),
+                        len: count * PAGE_SIZE,
                         done: done * PAGE_SIZE,
                         errno,
                     });
@@ -154,13 +149,13 @@ impl Model {
         let mut state = self.lock();
         loop {
             match state.entries[page.index()] {
-                Entry::Marker => return Touch::Marker,
-                Entry::Mapped => {
+                Pte::Marker => return Touch::Marker,
+                Pte::Mapped => {
                     let mut bytes = [0; PAGE_SIZE as usize];
                     placing(&self.ram).read(page, &mut bytes);
                     return Touch::Byte(bytes[0]);
                 }
-                Entry::Empty => {}
+                Pte::Empty => {}
             }
             let cached = self.in_page_cache(page);
             if state.registered.is_some_and(|minor| minor || !cached) {
@@ -176,7 +171,7 @@ impl Model {
                 if !cached {
                     placing(&self.ram).zero(page);
                 }
-                state.entries[page.index()] = Entry::Mapped;
+                state.entries[page.index()] = Pte::Mapped;
             }
         }
     }
@@ -196,8 +191,8 @@ impl Model {
     /// Drops a mapping, as reclaim does. Markers stay.
     pub(super) fn reclaim(&self, page: RamPage) {
         let entry = &mut self.lock().entries[page.index()];
-        if *entry == Entry::Mapped {
-            *entry = Entry::Empty;
+        if *entry == Pte::Mapped {
+            *entry = Pte::Empty;
         }
     }
 }
@@ -205,66 +200,65 @@ impl Model {
 impl Kernel for Arc<Model> {
     fn continue_unmapped(
         &self,
-        start: Hva,
-        len: u64,
+        first: RamPage,
+        pages: u64,
         _: PageSize,
         wake: Wake,
     ) -> Result<(), RangeError> {
-        self.fill(RangeOp::Continue, (start, len), wake, |state, page| {
+        self.fill(RangeOp::Continue, (first, pages), wake, |state, page| {
             let entry = &mut state.entries[page.index()];
             match *entry {
                 _ if !self.in_page_cache(page) => Err(Errno::FAULT),
-                Entry::Mapped => Ok(false),
-                Entry::Empty | Entry::Marker => {
-                    *entry = Entry::Mapped;
+                Pte::Mapped => Ok(false),
+                Pte::Empty | Pte::Marker => {
+                    *entry = Pte::Mapped;
                     Ok(true)
                 }
             }
         })
     }
 
-    fn zeropage(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
-        self.fill(RangeOp::Zeropage, (start, len), wake, |state, page| {
+    fn zeropage(&self, first: RamPage, pages: u64, wake: Wake) -> Result<(), RangeError> {
+        self.fill(RangeOp::Zeropage, (first, pages), wake, |state, page| {
             if self.in_page_cache(page) {
                 return Err(Errno::EXIST);
             }
             placing(&self.ram).zero(page);
-            state.entries[page.index()] = Entry::Mapped;
+            state.entries[page.index()] = Pte::Mapped;
             Ok(true)
         })
     }
 
-    fn copy(&self, start: Hva, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
-        let range = (start, bytes.len() as u64);
-        self.fill(RangeOp::Copy, range, wake, |state, page| {
+    fn copy(&self, page: RamPage, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
+        self.fill(RangeOp::Copy, (page, 1), wake, |state, page| {
             if self.in_page_cache(page) {
                 return Err(Errno::EXIST);
             }
             placing(&self.ram).write_at(page, 0, bytes);
-            state.entries[page.index()] = Entry::Mapped;
+            state.entries[page.index()] = Pte::Mapped;
             Ok(true)
         })
     }
 
     fn poison_unmapped(
         &self,
-        start: Hva,
-        len: u64,
+        first: RamPage,
+        pages: u64,
         _: PageSize,
         wake: Wake,
     ) -> Result<(), RangeError> {
-        self.fill(RangeOp::Poison, (start, len), wake, |state, page| {
+        self.fill(RangeOp::Poison, (first, pages), wake, |state, page| {
             let entry = &mut state.entries[page.index()];
-            let empty = *entry == Entry::Empty;
+            let empty = *entry == Pte::Empty;
             if empty {
-                *entry = Entry::Marker;
+                *entry = Pte::Marker;
             }
             Ok(empty)
         })
     }
 
-    fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError> {
-        Model::wake(self, self.pages(start, len));
+    fn wake(&self, first: RamPage, pages: u64) -> Result<(), RangeError> {
+        Model::wake(self, first.0..first.0 + pages);
         Ok(())
     }
 
@@ -282,14 +276,14 @@ impl Kernel for Arc<Model> {
 
     fn drop_mappings(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
         for page in first.0..first.0 + pages {
-            self.lock().entries[page as usize] = Entry::Empty;
+            self.lock().entries[page as usize] = Pte::Empty;
         }
         Ok(())
     }
 
     fn markers(&self, pages: Range<u64>) -> Result<Option<Vec<bool>>, MachineError> {
         let entries = self.lock().entries;
-        let of = |page| entries[page as usize] == Entry::Marker;
+        let of = |page| entries[page as usize] == Pte::Marker;
         Ok(Some(pages.map(of).collect()))
     }
 

@@ -43,8 +43,8 @@ mod kernel;
 
 use super::FaultPath;
 use crate::kvm::x86::poison::mark;
-use crate::{Backing, Delivery, DeliveryInUse, GuestRam, RamLayout};
-use kernel::{Entry, Model, Touch, placing};
+use crate::{Delivery, DeliveryInUse, GuestRam, RamLayout};
+use kernel::{Model, Pte, Touch, placing};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::{Claim, PageBitmap, PageStates};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
@@ -76,27 +76,22 @@ struct Vm {
 
 impl Vm {
     fn armed(delivery: Delivery) -> Self {
-        let ram = GuestRam::new(RamLayout::for_memory(PAGES * PAGE_SIZE).unwrap()).unwrap();
+        let ram = GuestRam::new(RamLayout::for_memory(PAGES * PAGE_SIZE).unwrap());
+        let ram = Arc::new(ram.unwrap());
         placing(&ram).write(RamPage(0), &[right(RamPage(0)); PAGE_SIZE as usize]);
         if delivery != Delivery::Missing {
             placing(&ram).write(RamPage(1), &[STALE; PAGE_SIZE as usize]);
         }
-        let kernel = Model::new(ram, delivery != Delivery::Missing);
+        let kernel = Model::new(Arc::clone(&ram), delivery != Delivery::Missing);
         let missing = Arc::new(PageBitmap::new(PAGES as usize));
         missing.set_range(MISSING);
-        let faults = FaultPath::new();
+        let faults = FaultPath::new(ram);
         let in_use = DeliveryInUse {
             delivery,
             because: String::new(),
         };
         faults
-            .set_armed(
-                Arc::clone(&kernel),
-                Backing::Shmem,
-                Arc::clone(&missing),
-                in_use,
-                true,
-            )
+            .set_armed(Arc::clone(&kernel), Arc::clone(&missing), in_use, true)
             .unwrap();
         Self {
             kernel,
@@ -107,7 +102,7 @@ impl Vm {
     }
 
     fn install(&self, page: RamPage) {
-        self.faults.install(&self.kernel.ram, page, 1).unwrap();
+        self.faults.install(page, 1).unwrap();
     }
 
     /// Serves a fault, as the threads of a migration's destination do. A vCPU also `waits`.
@@ -132,12 +127,12 @@ impl Vm {
                 continue;
             }
             if self.delivery == Delivery::Missing {
-                self.faults.install_copy(ram, page, &bytes).unwrap();
+                self.faults.install_copy(page, &bytes).unwrap();
             } else {
                 placing(ram).write(page, &bytes);
             }
         }
-        self.faults.install(ram, first, pages).unwrap();
+        self.faults.install(first, pages).unwrap();
         let _ = self.states.arrive(first, pages as usize);
     }
 
@@ -175,21 +170,21 @@ impl Vm {
     fn mark(&self) {
         let spared = HashSet::new();
         let armed = self.faults.armed().unwrap();
-        mark(armed, &self.kernel.ram, &spared, &|| false).unwrap();
+        mark(armed, &spared, &|| false).unwrap();
     }
 
     fn disarm(&self) {
         while self.states.missing().next_set(0).is_some() {
             thread::yield_now();
         }
-        self.faults.end(PAGES, || Ok(())).unwrap();
+        self.faults.end(|| Ok(())).unwrap();
         self.assert_no_markers();
         self.kernel.end();
     }
 
     fn assert_no_markers(&self) {
         let entries = self.kernel.lock().entries;
-        assert!(!entries.contains(&Entry::Marker), "a marker stays");
+        assert!(!entries.contains(&Pte::Marker), "a marker stays");
     }
 }
 
@@ -227,7 +222,7 @@ fn scenario(delivery: Delivery) {
     vm.assert_no_markers();
     assert!(vm.kernel.lock().sleepers.is_empty());
     // A marker that is left all the same is in nobody's way.
-    vm.kernel.lock().entries[0] = Entry::Marker;
+    vm.kernel.lock().entries[0] = Pte::Marker;
     vm.run_vcpu(0..1);
     vm.assert_no_markers();
 }

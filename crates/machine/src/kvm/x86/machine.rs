@@ -1,0 +1,154 @@
+//! Machines of this engine: [`Machine`] on a VM of `vm`.
+
+use super::plug::MemoryPlug;
+use super::shared::VmShared;
+use super::vm::{self, KvmOptions, NewVm};
+use super::{stats, trial};
+use crate::{
+    ArmOptions, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, Machine,
+    MachineError, MachineKind, MachineSpec, NewMachine,
+};
+use pageferry_addr::RamPage;
+use pageferry_userfault::PageBitmap;
+use std::sync::Arc;
+
+/// The VM without its vCPUs.
+struct KvmMachine(Arc<VmShared>);
+
+/// Creates a VM without interrupt controllers; see [`crate::create`].
+///
+/// # Errors
+/// When a size is out of range, or KVM cannot be used or refuses.
+pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
+    create_with(spec, KvmOptions::default())
+}
+
+/// [`create`], with a choice of parts.
+///
+/// # Errors
+/// As [`create`], and when KVM lacks a part.
+pub fn create_with(spec: MachineSpec, options: KvmOptions) -> Result<NewMachine, MachineError> {
+    create_pluggable(spec, options).map(|(machine, _)| machine)
+}
+
+/// [`create_with`], plus a handle that plugs memory beyond RAM into the machine.
+///
+/// # Errors
+/// As [`create_with`].
+pub fn create_pluggable(
+    spec: MachineSpec,
+    options: KvmOptions,
+) -> Result<(NewMachine, MemoryPlug), MachineError> {
+    vm::create(spec, options).map(machine)
+}
+
+/// [`create_pluggable`], with memory that the caller has made or adopted.
+///
+/// The host maps huge pages of 2 MiB to the guest where guest address, place in the memfd, and the
+/// sum of the regions before agree modulo 2 MiB.
+///
+/// # Errors
+/// As [`create_with`]. [`MachineError::Adopt`] if the VMM has mapped the memory for its guest
+/// itself ([`AdoptedRegion::mapped_at`](crate::AdoptedRegion::mapped_at)): [`KvmFaults`](super::faults::KvmFaults) serves
+/// such memory. [`MachineError::Layout`] if a region reaches into the 20 MiB below 4 GiB.
+/// Interrupt controllers and KVM's own pages are there.
+pub fn create_on(
+    vcpus: u32,
+    ram: GuestRam,
+    options: KvmOptions,
+) -> Result<(NewMachine, MemoryPlug), MachineError> {
+    vm::create_on(vcpus, ram, options).map(machine)
+}
+
+fn machine(new: NewVm) -> (NewMachine, MemoryPlug) {
+    let plug = MemoryPlug::new(Arc::clone(&new.vm));
+    let machine = NewMachine {
+        machine: Arc::new(KvmMachine(new.vm)),
+        vcpus: new.vcpus,
+    };
+    (machine, plug)
+}
+
+impl Machine for KvmMachine {
+    fn kind(&self) -> MachineKind<'_> {
+        Engine::Kvm.kind()
+    }
+
+    fn ram(&self) -> &Arc<GuestRam> {
+        &self.0.ram
+    }
+
+    fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {
+        let vm = &self.0;
+        vm.dirty.switch(&vm.vm, &vm.slots, &vm.ram, on)
+    }
+
+    fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError> {
+        self.0.dirty.harvest(&self.0.vm, &self.0.ram, dirty, rearm)
+    }
+
+    fn deliveries(&self) -> Vec<Delivery> {
+        trial::deliveries_on(self.0.ram.backing())
+    }
+
+    fn delivery(&self) -> Option<DeliveryInUse> {
+        self.0.faults.armed().map(|armed| armed.in_use())
+    }
+
+    fn arm_userfault(
+        &self,
+        missing: Arc<PageBitmap>,
+        options: ArmOptions,
+    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
+        let vm = &self.0;
+        options.check(vm.ram.pages(), vm.ram.backing())?;
+        let backing = vm.ram.backing();
+        let usable = || trial::deliveries_on(backing);
+        let in_use = trial::delivery_for(vm.vcpus, backing, options.delivery, usable)?;
+        vm.arm(&missing, in_use, &options)
+    }
+
+    fn receives_in_place(&self) -> bool {
+        self.0.faults.receives_in_place()
+    }
+
+    fn install(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
+        self.0.faults.install(first, pages)
+    }
+
+    fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError> {
+        self.0.faults.install_copy(page, bytes)
+    }
+
+    fn begin_postcopy(&self) -> Result<(), MachineError> {
+        self.0.faults.begin_postcopy()
+    }
+
+    fn assist_postcopy(
+        &self,
+        stop: &dyn Fn() -> bool,
+        want: &dyn Fn(RamPage),
+    ) -> Result<(), MachineError> {
+        self.0.assist(stop, want)
+    }
+
+    fn disarm_userfault(&self) -> Result<(), MachineError> {
+        self.0.disarm()
+    }
+
+    fn collapse(&self, first: RamPage) -> Collapsed {
+        self.0.faults.collapse(first)
+    }
+
+    fn host_large_bytes(&self) -> Result<u64, MachineError> {
+        self.0.faults.host_large_bytes()
+    }
+
+    fn engine_large_bytes(&self) -> Option<u64> {
+        stats::large_bytes(&self.0.vm)
+    }
+
+    fn abandon(&self) {
+        self.0.faults.abandon();
+    }
+}
