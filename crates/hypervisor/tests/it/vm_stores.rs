@@ -23,17 +23,31 @@ fn with_code(config: VmConfig, pages: u64) -> One<HostRam> {
     One::of(config, Arc::clone(&ram), region)
 }
 
+/// Reservations end by 8 bytes that are aligned: a store to any of them, and to no other byte.
 #[test]
 fn a_store_of_the_vmm_ends_the_reservations_of_its_bytes() {
     // The offset of the store, its bytes, and whether the SC to 0x1010 succeeds.
     for (at, bytes, stored) in [
         (0x1010, 8, false),
+        (0x1010, 1, false),
+        (0x1013, 1, false),
+        (0x1014, 4, false),
+        (0x1016, 2, false),
         (0x1017, 1, false),
+        (0x1017, 2, false),
+        (0x100f, 2, false),
         (0x100c, 5, false),
+        (0x1000, 0x11, false),
+        (0x0ff0, 0x21, false),
         (0x0ff0, 0x100, false),
         (0x0000, 4 * PAGE, false),
+        (0x100f, 1, true),
+        (0x1018, 1, true),
         (0x1018, 8, true),
         (0x1008, 8, true),
+        (0x1000, 0x10, true),
+        (0x0ff0, 0x20, true),
+        (0x1018, 0x100, true),
         (0x2010, 8, true),
     ] {
         let mut one = with_code(VmConfig::default(), 4);
@@ -61,6 +75,53 @@ fn stores_after(one: &mut One<HostRam>, act: impl FnOnce(&mut One<HostRam>)) -> 
     set(&mut one.vcpu, MEMORY + 16, &registers);
     assert_eq!(one.vcpu.run(), Exit::Halted);
     one.vcpu.hart().x(13) == 0
+}
+
+/// LR.W of either half of 8 bytes, and a store to the other half.
+#[test]
+fn a_store_of_the_vmm_to_the_other_half_ends_a_reservation_of_4_bytes() {
+    for vcpus in [1, 2] {
+        let config = VmConfig {
+            max_vcpus: vcpus,
+            ..VmConfig::default()
+        };
+        for (reserved, stored) in [(0, 4), (0, 7), (4, 0), (4, 3)] {
+            let mut one = with_code(config, 4);
+            let code = [atomic(LR, W, A2, A1, 0), WFI, atomic(SC, W, A3, A1, A0)];
+            one.ram.code(64, &code);
+            let from = one.region.hva.0 + 0x1010;
+            let registers = [(A1, MEMORY + 0x1010 + reserved), (A3, 7)];
+            for stores in [true, false] {
+                set(&mut one.vcpu, MEMORY + 64, &registers);
+                assert_eq!(one.vcpu.run(), Exit::Halted);
+                if stores {
+                    one.vm.stores().store(Hva(from + stored), 1, |_| {});
+                }
+                assert_eq!(one.vcpu.run(), Exit::Halted);
+                let failed = one.vcpu.hart().x(13) == 1;
+                assert_eq!(failed, stores, "{stored} after LR.W of {reserved}");
+            }
+        }
+    }
+}
+
+/// The first LR in a page waits for stores that found no reservations there.
+#[test]
+fn a_first_lr_waits_for_the_stores_under_way() {
+    let mut one = with_code(VmConfig::default(), 4);
+    let (vm, from) = (one.vm.clone(), Hva(one.region.hva.0 + 0x1010));
+    set(&mut one.vcpu, MEMORY, &[(A1, MEMORY + 0x1010)]);
+    std::thread::scope(|scope| {
+        let stores = vm.stores();
+        let lr = scope.spawn(|| one.vcpu.run());
+        stores.store(from, 8, |_| {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            assert!(!lr.is_finished(), "it reserves in the middle of the store");
+        });
+        drop(stores);
+        assert_eq!(lr.join().unwrap(), Exit::Halted);
+    });
+    assert_eq!(vm.watched_pages(), 1);
 }
 
 #[test]
