@@ -96,7 +96,7 @@ impl SoftVcpu {
         let now = self.core.hart().run_state();
         if self.told != now {
             self.told = now;
-            self.harts.set(self.core.id(), now);
+            self.harts.set(self.core.id(), || self.core.state());
         }
     }
 
@@ -108,7 +108,7 @@ impl SoftVcpu {
         self.halted = false;
         // Also if it is as before: the entry may hold a start.
         self.told = state.run_state;
-        self.harts.set(self.core.id(), state.run_state);
+        self.harts.set(self.core.id(), || self.core.state());
         Ok(())
     }
 
@@ -206,6 +206,8 @@ impl Vcpu for SoftVcpu {
                     }
                     continue;
                 }
+                // The other harts know by now that it executes instructions.
+                hypervisor::Exit::Resumed => continue,
                 hypervisor::Exit::Kicked => Exit::Kicked,
             });
         }
