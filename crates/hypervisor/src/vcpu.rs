@@ -5,7 +5,9 @@
 //! for requests before it sleeps. So no wake-up is lost.
 
 use crate::gate::{Gate, Requests};
-use crate::hart::{Access, Hart, HartExit, HartState, Interrupt, StateError, TIMEBASE_HZ};
+use crate::hart::{
+    Access, Hart, HartExit, HartState, Interrupt, RunState, StateError, TIMEBASE_HZ,
+};
 use crate::memory::{Again, USERFAULT, VcpuMemory, WRITE_TRACKED};
 use crate::scalable::Scalable;
 use crate::slots::{MemslotReader, Memslots};
@@ -68,6 +70,9 @@ pub enum Exit {
     /// Or the hart is stopped, or suspended in the same way: see
     /// [`Hart::run_state`](crate::hart::Hart::run_state).
     Halted,
+    /// An interrupt has ended a suspension of the hart: see
+    /// [`Hart::run_state`](crate::hart::Hart::run_state). It has executed nothing yet.
+    Resumed,
     /// A thread kicked the vCPU.
     Kicked,
 }
@@ -222,12 +227,21 @@ impl<M: Memslots> VcpuCore<M> {
             // While the first instruction is watched for, execute one at a time.
             let watched = matches!(self.first, First::Watched);
             let before = self.hart.instret();
-            let budget = watched.then_some(1);
+            // A suspended hart executes nothing before the caller has heard that it resumes.
+            let suspended = self.hart.run_state() == RunState::Suspended;
+            let budget = match (suspended, watched) {
+                (true, _) => Some(0),
+                (false, true) => Some(1),
+                (false, false) => None,
+            };
             let exit = self.hart.run(&mut self.memory, gate.poll_flag(), budget);
             if watched && self.hart.instret() != before {
                 self.first = First::Ran(Instant::now());
             }
             drop(inside);
+            if suspended && self.hart.run_state() == RunState::Started {
+                return Exit::Resumed;
+            }
             match exit {
                 HartExit::Requested => {
                     if let Some(address) = self.memory.unwatched.take() {

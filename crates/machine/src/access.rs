@@ -35,7 +35,16 @@ pub(crate) type MapPages = dyn Fn(RamPage, u64) + Send + Sync;
 /// Stores by the rules of an engine: refuses, or calls the function for one part of the bytes after
 /// another.
 pub(crate) type StoreRules =
-    dyn Fn(Extent, &mut dyn FnMut(Range<u64>)) -> Result<(), AccessError> + Send + Sync;
+    dyn Fn(Extent, Store, &mut dyn FnMut(Range<u64>)) -> Result<(), AccessError> + Send + Sync;
+
+/// A store, for the [`StoreRules`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Store {
+    /// It may be refused.
+    Asked,
+    /// Its bytes are there already. It is never refused.
+    Done,
+}
 
 /// The most pages that an access asks its [`Fetch`] for at once.
 const FETCH_PAGES: u64 = 16;
@@ -247,12 +256,23 @@ impl GuestRam {
         store: &mut dyn FnMut(Range<u64>),
     ) -> Result<(), AccessError> {
         match self.rules.get() {
-            Some(rules) => rules(extent, store),
+            Some(rules) => rules(extent, Store::Asked, store),
             None => {
                 store(0..extent.bytes);
                 Ok(())
             }
         }
+    }
+
+    /// Does what the rules of the engine ask for after a store of `extent`, whose bytes are there,
+    /// and marks its pages.
+    #[cfg(feature = "vm-memory")]
+    pub(crate) fn stored(&self, extent: Extent) {
+        if let Some(rules) = self.rules.get() {
+            let done = rules(extent, Store::Done, &mut |_| ());
+            debug_assert_eq!(done, Ok(()), "a store that is done is never refused");
+        }
+        self.written.mark(extent.pages());
     }
 
     /// [`GuestRam::try_read`], which first brings missing pages. It returns early when `stop`
@@ -405,6 +425,39 @@ impl GuestRam {
     pub(crate) fn map_present(&self, first: RamPage, pages: u64) {
         if let Some(map) = self.map.get() {
             map(first, pages);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::RamLayout;
+    use pageferry_userfault::PageBitmap;
+    use std::sync::Arc;
+
+    /// A harvest after a write's bytes, and before the write is over: the write is in the next one.
+    #[test]
+    fn a_harvest_that_overtakes_a_mark_loses_nothing() {
+        let harvest = |ram: &GuestRam| {
+            let dirty = PageBitmap::new(16);
+            ram.harvest_writes(&dirty, true).unwrap();
+            dirty.count()
+        };
+        let layout = RamLayout::for_memory(16 * PAGE_SIZE).unwrap();
+        let ram = Arc::new(GuestRam::new(layout).unwrap());
+        let weak = Arc::downgrade(&ram);
+        ram.rules.get_or_init(|| {
+            Box::new(move |extent, _, store| {
+                store(0..extent.bytes);
+                harvest(&weak.upgrade().expect("the test holds it"));
+                Ok(())
+            })
+        });
+        for (at, bytes, pages) in [(5, 1, 1), (PAGE_SIZE - 1, 2, 2), (0, 3 * PAGE_SIZE, 3)] {
+            ram.try_write(Gpa(at), &vec![1; bytes as usize]).unwrap();
+            assert_eq!(harvest(&ram), pages, "{bytes} bytes at {at}");
+            assert_eq!(harvest(&ram), 0);
         }
     }
 }

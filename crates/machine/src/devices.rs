@@ -361,10 +361,8 @@ impl Bitmap for Written<'_> {
         if len > 0
             && let Ok(extent) = self.ram.extent(at, len as u64)
         {
-            // The bytes are written. A page that became tracked meanwhile was not when the slice was
-            // handed out.
-            let _ = self.ram.store(extent, &mut |_| ());
-            self.ram.written.mark(extent.pages());
+            // Also if a page became tracked meanwhile. It was not when the slice was handed out.
+            self.ram.stored(extent);
         }
     }
 

@@ -13,7 +13,10 @@ pub struct Limits {
     /// The largest slot, in pages.
     pub max_slot_pages: u64,
     /// The first frame that no slot may hold: one past the last frame that the second-stage tables
-    /// can map. The default allows all frames, so set it to the limit of the tables in use.
+    /// can map. A request for a slot behind it is refused. The default is what four levels of
+    /// tables map. Set it to the limit of the tables in use (`GFN_LIMIT` of a format of
+    /// `pageferry-tdp`) if they map less or more. A table without second-stage tables may have
+    /// [`Limits::ALL_FRAMES`].
     pub gfn_limit: Gfn,
     /// Whether readers of an address space share the slot that they found last, besides remembering
     /// it themselves. This suits short-lived readers that mostly use one slot. It harms readers
@@ -26,16 +29,25 @@ pub struct Limits {
     pub max_retired: usize,
 }
 
+impl Limits {
+    /// The [`gfn_limit`](Self::gfn_limit) that allows all frames of 64 bits of guest-physical
+    /// address space. No second-stage tables reach that far.
+    pub const ALL_FRAMES: Gfn = Gfn(Gfn::MAX.0 + 1);
+}
+
 impl Default for Limits {
     /// One address space, 32 764 slots (x86-64's `KVM_USER_MEM_SLOTS`) of at most 2^31 - 1 pages
-    /// (`KVM_MEM_MAX_NR_PAGES`), anywhere in 64 bits of guest-physical address space. No shared
-    /// last-used slot, and 4096 retired things (about 3 MB).
+    /// (`KVM_MEM_MAX_NR_PAGES`), in 48 bits of guest-physical address space. No shared last-used
+    /// slot, and 4096 retired things (about 3 MB).
+    ///
+    /// Tables of four or five levels reach 48 bits: Intel's EPT, AMD's NPT, RISC-V's Sv48x4, and
+    /// arm64's stage 2 with 48 bits of guest-physical addresses.
     fn default() -> Self {
         Self {
             address_spaces: 1,
             max_slots: 32_764,
             max_slot_pages: (1 << 31) - 1,
-            gfn_limit: Gfn(Gfn::MAX.0 + 1),
+            gfn_limit: Gfn(1 << 36),
             shared_last_used: false,
             max_retired: 4096,
         }

@@ -22,6 +22,8 @@ pub enum HartStatus {
     StartPending = 2,
     /// It waits for an interrupt.
     Suspended = 4,
+    /// An interrupt has ended its wait, and it has executed nothing since.
+    ResumePending = 6,
 }
 
 pub(crate) fn serve<P: Platform>(call: &Call, platform: &mut P) -> Result<Next, P::Again> {

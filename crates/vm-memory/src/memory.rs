@@ -44,6 +44,8 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
     pub fn new() -> Self {
         Self::with_limits(Limits {
             max_retired: usize::MAX,
+            // Nobody maps these slots by second-stage tables.
+            gfn_limit: Limits::ALL_FRAMES,
             ..Limits::default()
         })
     }

@@ -225,6 +225,9 @@ impl Superpages {
 pub(crate) struct Tlb {
     current: Bank,
     view: View,
+    /// The number of levels of the tables that virtual addresses were translated by: an ASID means
+    /// other translations in Sv39 than in Sv48. Bare does not change it.
+    levels: u32,
     parked: Vec<Bank>,
     /// The place in `parked` of the next bank to take over.
     next: usize,
@@ -253,6 +256,7 @@ impl Tlb {
         Ok(Self {
             current: Bank::try_new(Key::Physical)?,
             view,
+            levels: 0,
             probe: second.probe_of(view, BARE),
             parked: Vec::new(),
             next: 0,
@@ -277,8 +281,10 @@ impl Tlb {
     }
 
     fn change_view(&mut self, view: View) {
-        let before = core::mem::replace(&mut self.view, view);
-        if let (3, 4) | (4, 3) = (before.satp.levels(), view.satp.levels()) {
+        self.view = view;
+        let levels = view.satp.levels();
+        if levels != 0 && levels != self.levels {
+            self.levels = levels;
             self.forget_spaces(None);
         }
         let key = Key::of(view);

@@ -31,6 +31,7 @@ mod vm_snapshot;
 mod vm_speed;
 mod vm_stores;
 mod vm_stress;
+mod vm_views;
 mod vm_wait;
 mod vm_write_track;
 mod vm_write_track_beside;

@@ -466,44 +466,59 @@ fn walks_do_not_dirty_tables() {
 }
 
 /// "Supervisor Memory-Management Fence Instruction": each form, for own and global pages, and for
-/// superpages of both. A fence of one address is exact for small pages.
+/// superpages of both. A fence of one address is exact for small pages. One of any address in a
+/// superpage is for all of it.
 #[test]
 fn fences_cover_what_they_say() {
-    let scheme = Scheme::Sv39;
-    for level in 0..3 {
-        // The distance of the fenced address from the accessed one, if the fence has one.
-        for distance in [None, Some(0), Some(5 * PAGE), Some(PAGE << (9 * level + 9))] {
-            for (asid, global) in [None, Some(3), Some(4)]
-                .into_iter()
-                .flat_map(|asid| [(asid, 0), (asid, G)])
-            {
-                let mut guest = Guest::new(64);
-                let root = guest.root(scheme);
-                let size = PAGE << (9 * level);
-                let start = AT & !(size - 1);
-                guest.map(scheme, root, start, level, pte(0, RW | global));
-                let view = As {
-                    satp: scheme.satp(3, root),
-                    mode: Mode::Supervisor,
-                    status: 0,
-                };
-                // Not the first page of a superpage.
-                let at = start + if level == 0 { 0 } else { 7 * PAGE };
-                assert!(matches!(guest.load(view, at), Outcome::Done(_)));
-                guest.map(scheme, root, start, level, 0);
-                assert!(matches!(guest.load(view, at), Outcome::Done(_)));
-                guest.fence(view.satp, distance.map(|distance| at + distance), asid);
-                let gone = !matches!(guest.load(view, at), Outcome::Done(_));
-                let covers_address = distance.is_none_or(|distance| distance < size);
-                let covers_space = asid.is_none_or(|asid| asid == 3 && global == 0);
-                let covered = covers_address && covers_space;
-                let name = format!("{level} {distance:x?} {asid:?} {global:#x}");
-                assert!(gone || !covered, "{name}");
-                // It may forget a global page together with the address space.
-                assert!(level > 0 || global != 0 || gone == covered, "{name}");
+    for scheme in SCHEMES {
+        for level in 0..scheme.levels() {
+            let size = PAGE << (9 * level);
+            // The distance of the fenced address from the accessed one, if the fence has one.
+            let distances = [
+                None,
+                Some(0),
+                Some(5 * PAGE),
+                Some(size / 2),
+                Some(size.saturating_sub(8 * PAGE)),
+                Some(size << 9),
+            ];
+            for distance in distances {
+                for (asid, global) in [None, Some(3), Some(4)]
+                    .into_iter()
+                    .flat_map(|asid| [(asid, 0), (asid, G)])
+                {
+                    check_fence(scheme, level, distance, asid, global);
+                }
             }
         }
     }
+}
+
+fn check_fence(scheme: Scheme, level: u32, distance: Option<u64>, asid: Option<u64>, global: u64) {
+    let mut guest = Guest::new(32);
+    let root = guest.root(scheme);
+    let size = PAGE << (9 * level);
+    let start = AT & !(size - 1);
+    guest.map(scheme, root, start, level, pte(0, RW | global));
+    let view = As {
+        satp: scheme.satp(3, root),
+        mode: Mode::Supervisor,
+        status: 0,
+    };
+    // Not the first page of a superpage.
+    let at = start + if level == 0 { 0 } else { 7 * PAGE };
+    assert!(matches!(guest.load(view, at), Outcome::Done(_)));
+    guest.map(scheme, root, start, level, 0);
+    assert!(matches!(guest.load(view, at), Outcome::Done(_)));
+    guest.fence(view.satp, distance.map(|distance| at + distance), asid);
+    let gone = !matches!(guest.load(view, at), Outcome::Done(_));
+    let covers_address = distance.is_none_or(|distance| distance < size);
+    let covers_space = asid.is_none_or(|asid| asid == 3 && global == 0);
+    let covered = covers_address && covers_space;
+    let name = format!("{scheme:?} {level} {distance:x?} {asid:?} {global:#x}");
+    assert!(gone || !covered, "{name}");
+    // It may forget a global page together with the address space.
+    assert!(level > 0 || global != 0 || gone == covered, "{name}");
 }
 
 /// Processes switch by ASID: nothing is forgotten on the way, and nothing is seen of the other.
@@ -546,20 +561,37 @@ fn address_spaces_keep_their_translations_apart() {
     });
 }
 
+/// Another hart's fence, for pages and superpages of each size.
 #[test]
 fn a_remote_fence_ends_translations_and_code() {
     both(|mut test| {
         let view = test.supervisor();
-        test.map(AT, pte(test.data, RW | X));
-        assert!(test.allowed(view, Kind::Load, AT));
-        assert!(test.allowed(view, Kind::Fetch, AT));
-        test.map(AT, 0);
-        test.guest.vm.fence(RemoteFence::Translations, |id| id != 0);
-        assert!(test.allowed(view, Kind::Load, AT), "another vCPU's fence");
-        assert!(test.allowed(view, Kind::Fetch, AT));
-        test.guest.vm.fence(RemoteFence::Translations, |id| id == 0);
-        assert!(!test.allowed(view, Kind::Load, AT));
-        assert!(!test.allowed(view, Kind::Fetch, AT));
+        for level in 0..test.scheme.levels() {
+            let start = AT & !((PAGE << (9 * level)) - 1);
+            // A superpage maps all of memory: the data is at its place in it.
+            let (frame, at) = match level {
+                0 => (test.data, start),
+                _ => (0, start + test.data * PAGE),
+            };
+            let (scheme, root) = (test.scheme, test.root);
+            let set = |test: &mut Test, entry| test.guest.map(scheme, root, start, level, entry);
+            let before = match level {
+                0 => 0,
+                _ => test.guest.entry(scheme, root, start, level),
+            };
+            set(&mut test, pte(frame, RW | X));
+            test.fence(None, None);
+            assert!(test.allowed(view, Kind::Load, at), "level {level}");
+            assert!(test.allowed(view, Kind::Fetch, at));
+            set(&mut test, 0);
+            test.guest.vm.fence(RemoteFence::Translations, |id| id != 0);
+            assert!(test.allowed(view, Kind::Load, at), "another vCPU's fence");
+            assert!(test.allowed(view, Kind::Fetch, at));
+            test.guest.vm.fence(RemoteFence::Translations, |id| id == 0);
+            assert!(!test.allowed(view, Kind::Load, at), "level {level}");
+            assert!(!test.allowed(view, Kind::Fetch, at));
+            set(&mut test, before);
+        }
     });
 }
 

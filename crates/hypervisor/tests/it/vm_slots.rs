@@ -3,7 +3,7 @@
 use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm};
 use pageferry_addr::{Gfn, Gpa, Hva, RamPage};
 use pageferry_hypervisor::{
-    Exit, HostMemory, Region, SlotError, SlotFlags, UserfaultBits, Vm, VmConfig, VmError,
+    Exit, HostMemory, Limits, Region, SlotError, SlotFlags, UserfaultBits, Vm, VmConfig, VmError,
 };
 use pageferry_testkit::{Stop, wait_until};
 use pageferry_userfault::PageBitmap;
@@ -12,6 +12,37 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const DEVICE: u64 = 0x1000_0000;
+
+/// Slots with the default limits lie where tables of four and five levels reach, those of this
+/// hypervisor included.
+#[test]
+fn tables_reach_every_slot_of_the_default_limits() {
+    use pageferry_tdp::format::{
+        Arm64Ipa48, EntryLayout, Ept4, Ept4NoAd, Ept5, Npt4, Npt5, Sv48x4Svade, Sv48x4Svadu,
+        Sv57x4Svade, Sv57x4Svadu,
+    };
+    const fn reach<F: EntryLayout>() -> Gfn {
+        F::GFN_LIMIT
+    }
+    let limit = Limits::default().gfn_limit;
+    for reach in [
+        reach::<Ept4>(),
+        reach::<Ept4NoAd>(),
+        reach::<Ept5>(),
+        reach::<Npt4>(),
+        reach::<Npt5>(),
+        reach::<Sv48x4Svadu>(),
+        reach::<Sv48x4Svade>(),
+        reach::<Sv57x4Svadu>(),
+        reach::<Sv57x4Svade>(),
+        reach::<Arm64Ipa48<true>>(),
+    ] {
+        assert!(limit <= reach, "{limit:?} is behind {reach:?}");
+    }
+    let vm = Vm::new(VmConfig::default());
+    let bits = vm.capabilities().gpa_bits;
+    assert_eq!(vm.slot_table().limits().gfn_limit, Gfn(1 << (bits - 12)));
+}
 
 #[test]
 fn requests_that_break_a_rule_are_refused_and_change_nothing() {

@@ -1,7 +1,7 @@
 //! What the harts of a machine know of each other: who runs, and how to wake them.
 
 use pageferry_hypervisor::KickHandle;
-use pageferry_hypervisor::hart::{Interrupt, RunState};
+use pageferry_hypervisor::hart::{HartState, Interrupt, RunState};
 use pageferry_sbi::{HartMask, HartStatus, StartError};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -15,9 +15,30 @@ pub(super) struct Start {
 /// The state of a hart as the others see it.
 #[derive(Clone, Copy)]
 enum Known {
-    Is(RunState),
+    Started,
+    Stopped,
     /// It is stopped, and its thread has not taken the start yet.
     Starting(Start),
+    Suspended {
+        /// Whether a software interrupt resumes it. It does not change while the hart is suspended.
+        by_software: bool,
+    },
+    /// An interrupt ends its suspension, and its thread has not taken that yet.
+    Resuming,
+}
+
+impl Known {
+    fn of(state: &HartState) -> Self {
+        let software = 1 << Interrupt::Software as u32;
+        match state.run_state {
+            RunState::Started => Self::Started,
+            RunState::Stopped => Self::Stopped,
+            RunState::Suspended if state.sip & state.sie != 0 => Self::Resuming,
+            RunState::Suspended => Self::Suspended {
+                by_software: state.sie & software != 0,
+            },
+        }
+    }
 }
 
 struct Entry {
@@ -38,7 +59,7 @@ impl Harts {
     /// Harts that are stopped.
     pub(super) fn new(handles: impl Iterator<Item = KickHandle>) -> Self {
         let entry = |handle| Entry {
-            known: Mutex::new(Known::Is(RunState::Stopped)),
+            known: Mutex::new(Known::Stopped),
             handle,
         };
         Self(handles.map(entry).collect())
@@ -55,6 +76,11 @@ impl Harts {
     /// Makes a software interrupt pending at the chosen harts.
     pub(super) fn interrupt(&self, harts: HartMask) {
         for (_, entry) in (0..).zip(&self.0).filter(|(id, _)| harts.has(*id)) {
+            // Under the lock: [`Harts::set`] finds either the interrupt or this change.
+            let mut known = entry.known();
+            if let Known::Suspended { by_software: true } = *known {
+                *known = Known::Resuming;
+            }
             entry.handle.raise(Interrupt::Software);
         }
     }
@@ -63,7 +89,7 @@ impl Harts {
     pub(super) fn start(&self, hart: u32, start: Start) -> Result<(), StartError> {
         let entry = self.entry(hart);
         let mut known = entry.known();
-        if !matches!(*known, Known::Is(RunState::Stopped)) {
+        if !matches!(*known, Known::Stopped) {
             return Err(StartError::NotStopped);
         }
         *known = Known::Starting(start);
@@ -77,24 +103,27 @@ impl Harts {
         let mut known = self.entry(hart).known();
         match *known {
             Known::Starting(start) => {
-                *known = Known::Is(RunState::Started);
+                *known = Known::Started;
                 Some(start)
             }
-            Known::Is(_) => None,
+            _ => None,
         }
     }
 
-    /// Says what `hart` is now. Its own thread calls this.
-    pub(super) fn set(&self, hart: u32, state: RunState) {
-        *self.entry(hart).known() = Known::Is(state);
+    /// Says what `hart` is now. Its own thread calls this. `state` returns the hart's state, with
+    /// the interrupts that other threads have raised.
+    pub(super) fn set(&self, hart: u32, state: impl FnOnce() -> HartState) {
+        let mut known = self.entry(hart).known();
+        *known = Known::of(&state());
     }
 
     pub(super) fn status(&self, hart: u32) -> HartStatus {
         match *self.entry(hart).known() {
-            Known::Is(RunState::Started) => HartStatus::Started,
-            Known::Is(RunState::Stopped) => HartStatus::Stopped,
-            Known::Is(RunState::Suspended) => HartStatus::Suspended,
+            Known::Started => HartStatus::Started,
+            Known::Stopped => HartStatus::Stopped,
             Known::Starting(_) => HartStatus::StartPending,
+            Known::Suspended { .. } => HartStatus::Suspended,
+            Known::Resuming => HartStatus::ResumePending,
         }
     }
 }

@@ -23,7 +23,7 @@ mod memory;
 mod state;
 mod vcpu;
 
-use crate::access::Extent;
+use crate::access::{Extent, Store};
 use crate::huge::{self, whole_range};
 use crate::{
     AccessError, ArmOptions, Collapsed, Console, Delivery, Engine, FaultEvents, GuestRam,
@@ -129,8 +129,8 @@ impl SoftMachine {
         // Weak, since the machine holds the memory.
         let machine = Arc::downgrade(self);
         self.ram.rules.get_or_init(|| {
-            Box::new(move |extent, store| match machine.upgrade() {
-                Some(machine) => machine.store(extent, store),
+            Box::new(move |extent, kind, store| match machine.upgrade() {
+                Some(machine) => machine.store(extent, kind, store),
                 None => {
                     store(0..extent.bytes);
                     Ok(())
@@ -139,10 +139,19 @@ impl SoftMachine {
         });
     }
 
-    /// Stores by the rules of guest stores: no SC misses them, and no tracked page gets them.
-    fn store(&self, extent: Extent, store: &mut dyn FnMut(Range<u64>)) -> Result<(), AccessError> {
+    /// Stores by the rules of guest stores: no SC misses them, and no tracked page gets them unless
+    /// they are done.
+    fn store(
+        &self,
+        extent: Extent,
+        kind: Store,
+        store: &mut dyn FnMut(Range<u64>),
+    ) -> Result<(), AccessError> {
         let stores = self.vm.stores();
-        let pages = extent.pages();
+        let pages = match kind {
+            Store::Asked => extent.pages(),
+            Store::Done => 0..0,
+        };
         for region in self.ram.layout().regions() {
             let first = region.first.0;
             let inside = pages.start.max(first)..pages.end.min(first + region.pages);
@@ -362,7 +371,10 @@ mod tests {
 
     /// Whether an SC succeeds if the VMM does `store` between it and its LR.
     fn sc_after(store: impl FnOnce(&Arc<GuestRam>)) -> bool {
-        let machine = machine();
+        sc_on(&machine(), store)
+    }
+
+    fn sc_on(machine: &SoftMachine, store: impl FnOnce(&Arc<GuestRam>)) -> bool {
         let code = LR_SC.map(u32::to_le_bytes).concat();
         machine.ram.try_write(RamPage(0), &code).unwrap();
         let mut vcpu = machine.vm.create_vcpu(0).unwrap();
@@ -377,11 +389,23 @@ mod tests {
     #[test]
     fn the_accessor_ends_the_reservations_of_the_bytes_it_writes() {
         assert!(sc_after(|_| ()));
-        assert!(sc_after(|ram| ram.try_write(Gpa(PLACE + 8), &[1]).unwrap()));
+        for beside in [PLACE + 8, PLACE - 1] {
+            assert!(sc_after(|ram| ram.try_write(Gpa(beside), &[1]).unwrap()));
+        }
         assert!(sc_after(|ram| ram
             .try_read(Gpa(PLACE), &mut [0; 8])
             .unwrap()));
-        for (at, bytes) in [(PLACE, 1), (PLACE - 5, 6), (PLACE - 0x1000, 0x2000)] {
+        // The LR reserves 4 bytes, and with them the 4 that follow.
+        for (at, bytes) in [
+            (PLACE, 1),
+            (PLACE + 4, 4),
+            (PLACE + 7, 1),
+            (PLACE + 7, 2),
+            (PLACE - 1, 2),
+            (PLACE - 5, 6),
+            (PLACE - 0x10, 0x11),
+            (PLACE - 0x1000, 0x2000),
+        ] {
             let write = |ram: &Arc<GuestRam>| {
                 ram.try_write(Gpa(at), &vec![0; bytes]).unwrap();
             };
@@ -420,13 +444,45 @@ mod tests {
             let memory = DeviceMemory::new(Arc::clone(ram), || false);
             memory.memory().write_obj(0_u32, GuestAddress(at))
         };
-        assert!(!sc_after(|ram| write(ram, PLACE).unwrap()));
-        assert!(sc_after(|ram| write(ram, PLACE + 8).unwrap()));
+        for (at, stored) in [
+            (PLACE, false),
+            (PLACE + 4, false),
+            (PLACE + 7, false),
+            (PLACE - 3, false),
+            (PLACE + 8, true),
+            (PLACE - 4, true),
+        ] {
+            assert_eq!(sc_after(|ram| write(ram, at).unwrap()), stored, "{at:#x}");
+        }
         let machine = machine();
         machine.vm.track_writes(0, 3..4).unwrap();
         let refused = write(&machine.ram, 0x3000).unwrap_err().to_string();
         assert!(refused.contains("write-tracked"), "{refused}");
         write(&machine.ram, 0x4000).unwrap();
+    }
+
+    /// A page becomes tracked while a device holds its slice. The device's write cannot be refused
+    /// any more: it is in the log, and no SC misses it.
+    #[cfg(feature = "vm-memory")]
+    #[test]
+    fn a_slice_of_a_page_that_becomes_tracked_follows_the_rules() {
+        use crate::DeviceMemory;
+        use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend};
+        let (page, dirty) = (PLACE / PAGE_SIZE, PageBitmap::new(64));
+        let machine = machine();
+        machine.set_dirty_log(true).unwrap();
+        let sc = sc_on(&machine, |ram| {
+            let view = DeviceMemory::new(Arc::clone(ram), || false).memory();
+            let slice = view.get_slice(GuestAddress(PLACE), 4).unwrap();
+            machine.vm.track_writes(0, page..page + 1).unwrap();
+            machine.harvest_dirty(&dirty, true).unwrap();
+            slice.write_obj(0_u32, 0).unwrap();
+            machine.vm.untrack_writes(0, page..page + 1).unwrap();
+            dirty.clear(RamPage(page));
+            machine.harvest_dirty(&dirty, true).unwrap();
+        });
+        assert!(!sc, "the SC missed the write");
+        assert!(dirty.test(RamPage(page)), "the write is in no log");
     }
 
     #[test]

@@ -96,7 +96,7 @@ impl SoftVcpu {
         let now = self.core.hart().run_state();
         if self.told != now {
             self.told = now;
-            self.harts.set(self.core.id(), now);
+            self.harts.set(self.core.id(), || self.core.state());
         }
     }
 
@@ -108,7 +108,7 @@ impl SoftVcpu {
         self.halted = false;
         // Also if it is as before: the entry may hold a start.
         self.told = state.run_state;
-        self.harts.set(self.core.id(), state.run_state);
+        self.harts.set(self.core.id(), || self.core.state());
         Ok(())
     }
 
@@ -206,6 +206,8 @@ impl Vcpu for SoftVcpu {
                     }
                     continue;
                 }
+                // The other harts know by now that it executes instructions.
+                hypervisor::Exit::Resumed => continue,
                 hypervisor::Exit::Kicked => Exit::Kicked,
             });
         }
@@ -254,5 +256,174 @@ impl Vcpu for SoftVcpu {
             None if self.core.watches_first_instruction() => FirstInstruction::NotYet,
             None => FirstInstruction::Untold,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::soft::SoftOptions;
+    use crate::{GuestRam, RamLayout};
+    use pageferry_addr::{Gpa, PAGE_SIZE};
+    use pageferry_hypervisor::hart::{HartState, Interrupt, Mode};
+
+    const HSM: u64 = 0x48_534d;
+    const ENTRY: u64 = 0x3000;
+
+    /// Hart 1 of a machine of two.
+    fn second() -> SoftVcpu {
+        let ram = GuestRam::new(RamLayout::for_memory(64 << 12).unwrap()).unwrap();
+        let machine = SoftMachine::new(2, ram, SoftOptions::default()).unwrap();
+        let cores = [0, 1].map(|id| machine.vm.create_vcpu(id).unwrap());
+        let harts = Arc::new(Harts::new(cores.iter().map(VcpuCore::kick_handle)));
+        let [_, core] = cores;
+        SoftVcpu::new(core, &machine, &harts)
+    }
+
+    /// What a hart that has run for a while leaves: no field has the value of a new hart.
+    fn used(run_state: RunState) -> HartState {
+        let mut x: [u64; 32] = std::array::from_fn(|i| 0x1111 * i as u64 + 7);
+        x[0] = 0;
+        let state = HartState {
+            x,
+            pc: 0x2000,
+            mode: Mode::Supervisor,
+            sstatus: 2 << 32 | 1 << 19 | 1 << 18 | 1 << 8 | 1 << 5 | STATUS_SIE,
+            sie: 1 << 1 | 1 << 5 | 1 << 9,
+            sip: 0,
+            stvec: 0x2004,
+            scounteren: 7,
+            sscratch: 11,
+            sepc: 0x2008,
+            scause: 13,
+            stval: 17,
+            satp: 8 << 60 | 3 << 44 | 16,
+            stimecmp: 19,
+            run_state,
+            instret: 23,
+        };
+        state.validate().unwrap();
+        state
+    }
+
+    /// SBI 2.0, "Hart Start": the hart starts in S-mode, without translation and interrupts, with
+    /// its id and the caller's value.
+    #[test]
+    fn a_started_hart_has_nothing_of_its_former_run() {
+        // An interrupt comes between the start and its thread, which may take it before the start.
+        for (mode, taken) in [(Mode::Supervisor, false), (Mode::User, true)] {
+            let mut vcpu = second();
+            let before = HartState {
+                mode,
+                ..used(RunState::Stopped)
+            };
+            vcpu.set_state(&before).unwrap();
+            let start = Start {
+                entry: ENTRY,
+                opaque: 99,
+            };
+            vcpu.harts.start(1, start).unwrap();
+            let handle = vcpu.core.kick_handle();
+            handle.raise(Interrupt::Software);
+            if taken {
+                handle.kick();
+                assert_eq!(vcpu.core.run(), hypervisor::Exit::Kicked);
+            }
+            assert!(vcpu.take_start());
+            let mut expected = HartState {
+                pc: ENTRY,
+                instret: before.instret,
+                sip: 1 << Interrupt::Software as u32,
+                ..Hart::new().state()
+            };
+            expected.x[10] = 1;
+            expected.x[11] = 99;
+            assert_eq!(vcpu.core.state(), expected, "{mode:?}");
+            assert_eq!(expected.run_state, RunState::Started);
+        }
+    }
+
+    /// SBI 2.0, "Hart Suspend", non-retentive: the hart resumes in the state of a start.
+    #[test]
+    fn a_hart_resumes_at_an_address_without_translation_and_interrupts() {
+        let mut vcpu = second();
+        vcpu.set_state(&used(RunState::Started)).unwrap();
+        let call = [0x8000_0000, ENTRY, 98, 0, 0, 0, 3, HSM];
+        assert_eq!(vcpu.call(call), None);
+        let state = vcpu.core.state();
+        assert_eq!((state.pc, state.mode), (ENTRY, Mode::Supervisor));
+        assert_eq!((state.satp, state.sstatus & STATUS_SIE), (0, 0));
+        assert_eq!((state.x[10], state.x[11]), (1, 98));
+        assert_eq!(state.run_state, RunState::Suspended);
+        // It may leave the other registers undefined. `sie` decides what resumes it.
+        assert_eq!(state.sie, used(RunState::Started).sie);
+    }
+
+    /// A started hart finds no translation and no code of its former run.
+    #[test]
+    fn a_started_hart_reaches_what_its_own_tables_say() {
+        let mut vcpu = second();
+        let ram = Arc::clone(&vcpu.machine.ram);
+        let put = |at: u64, value: u64| ram.try_write(Gpa(at), &value.to_le_bytes()).unwrap();
+        let code = |at: u64, words: &[u32]| {
+            for (i, word) in (0..).zip(words) {
+                ram.try_write(Gpa(at + 4 * i), &word.to_le_bytes()).unwrap();
+            }
+        };
+        let doorbell = crate::DOORBELL_GPA;
+        // ld a0, 8(a1); sd a0, 0(a2), which is the doorbell.
+        let ring = [0x0085_b503, 0x00a6_3023];
+        // csrw satp, a3
+        const ENABLE: u32 = 0x1806_9073;
+        // Sv39: page 16 is the root. Page 0 is at page 5, page 3 at page 6, and the doorbell's GiB
+        // at itself.
+        let giga = doorbell.0 >> 30;
+        for (table, index, entry) in [
+            (16, 0, 17 << 10 | 1),
+            (16, giga, giga << 28 | 0xcf),
+            (17, 0, 18 << 10 | 1),
+            (18, 0, 5 << 10 | 0xcf),
+            (18, 3, 6 << 10 | 0xcf),
+        ] {
+            put(table * PAGE_SIZE + index * 8, entry);
+        }
+        for (page, offset, value) in [(0, 8, 1), (5, 8, 39), (7, 8, 40), (7, 16, 41)] {
+            put(page * PAGE_SIZE + offset, value);
+        }
+        code(ENTRY, &ring);
+        code(ENTRY + 8, &[ENABLE]);
+        code(6 * PAGE_SIZE + 12, &ring);
+        let rang = |value| Exit::MmioWrite {
+            gpa: doorbell,
+            value,
+            size: 8,
+        };
+        let mut state = used(RunState::Started);
+        (state.pc, state.sie, state.stimecmp) = (ENTRY + 12, 0, u64::MAX);
+        (state.x[11], state.x[12]) = (0, doorbell.0);
+        // As after a start, so that both runs have the same view.
+        state.sstatus = Hart::new().state().sstatus;
+        vcpu.set_state(&state).unwrap();
+        assert_eq!(vcpu.run().unwrap(), rang(39));
+        vcpu.core.hart_mut().set_run_state(RunState::Stopped);
+        vcpu.tell();
+        // Meanwhile page 0 comes to page 7, and the code loads from 16(a1). The hart that starts
+        // needs no fence to see either.
+        put(18 * PAGE_SIZE, 7 << 10 | 0xcf);
+        code(6 * PAGE_SIZE + 12, &[0x0105_b503]);
+        let start = Start {
+            entry: ENTRY,
+            opaque: 0,
+        };
+        vcpu.harts.start(1, start).unwrap();
+        assert!(vcpu.take_start());
+        vcpu.core.hart_mut().set_x(12, doorbell.0);
+        vcpu.core.hart_mut().set_x(13, state.satp);
+        assert_eq!(vcpu.run().unwrap(), rang(1), "without translation");
+        assert_eq!(
+            vcpu.run().unwrap(),
+            rang(41),
+            "by the tables and code of now"
+        );
     }
 }

@@ -6,6 +6,8 @@ use pageferry_machine::{
     Backing, Collapsed, Engine, GuestRam, MachineError, MachineSpec, RamLayout, create,
 };
 use pageferry_testkit::HugePages;
+use pageferry_userfault::PageBitmap;
+use std::sync::Arc;
 
 const HUGE: u64 = PageSize::Size2M.pages();
 
@@ -96,6 +98,43 @@ fn private_memory_is_made_of_huge_pages_on_request() {
         let mut bytes = [0; 8];
         machine.ram().try_read(page, &mut bytes).unwrap();
         assert_eq!(u64::from_le_bytes(bytes), page.0);
+    }
+}
+
+/// The first and the last page of a range count, and those beside it do not.
+#[test]
+fn a_range_with_a_missing_page_is_not_collapsed() {
+    for engine in [Engine::Soft, Engine::Kvm] {
+        let machine = match create(engine, MachineSpec::new(1, 3 * HUGE * PAGE_SIZE)) {
+            Err(why) if engine == Engine::Kvm => {
+                pageferry_testkit::skip("kvm", why);
+                continue;
+            }
+            new => new.unwrap().machine,
+        };
+        if machine.deliveries().is_empty() {
+            pageferry_testkit::skip("uffd", "no delivery of faults on this host");
+            continue;
+        }
+        let missing = Arc::new(PageBitmap::new(3 * HUGE as usize));
+        let armed = machine.arm_userfault(Arc::clone(&missing), None.into());
+        let _events = armed.unwrap();
+        for page in [HUGE - 1, HUGE, HUGE + 63, HUGE + 64, 2 * HUGE - 1, 2 * HUGE] {
+            missing.set(RamPage(page));
+            let inside = (HUGE..2 * HUGE).contains(&page);
+            let expected = if inside {
+                Collapsed::Missing
+            } else {
+                // Nothing was ever written.
+                Collapsed::Incomplete
+            };
+            assert_eq!(
+                machine.collapse(RamPage(HUGE)),
+                expected,
+                "{engine:?} {page}"
+            );
+            missing.clear(RamPage(page));
+        }
     }
 }
 

@@ -15,7 +15,7 @@ use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{
     Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryError,
-    GuestMemoryRegion, MemoryRegionAddress,
+    GuestMemoryRegion, MemoryRegionAddress, VolatileMemory,
 };
 
 // A page for each: the descriptors, both rings, and the buffers.
@@ -280,4 +280,85 @@ fn copies_through_a_region_end_with_it_and_are_logged() {
     let dirty = PageBitmap::new(PAGES as usize);
     assert_eq!(new.machine.harvest_dirty(&dirty, true).unwrap(), 1);
     assert!(dirty.test(RamPage(PAGES - 1)));
+}
+
+/// A device holds a slice while a harvest comes. What it writes afterwards is in the next harvest,
+/// whichever way it writes, and wherever in the slice.
+#[test]
+fn a_write_through_a_slice_is_logged_when_it_is_made() {
+    const FIRST: u64 = 3;
+    let new = create(Engine::Soft, MachineSpec::new(1, PAGES * PAGE_SIZE)).unwrap();
+    let machine = &new.machine;
+    machine.set_dirty_log(true).unwrap();
+    let memory = DeviceMemory::new(Arc::clone(machine.ram()), || false);
+    let view = memory.memory();
+    let start = GuestAddress(FIRST * PAGE_SIZE - 8);
+    let slice = view.get_slice(start, 2 * PAGE_SIZE as usize).unwrap();
+    let at = |page: u64, offset: u64| ((page - FIRST) * PAGE_SIZE + 8 + offset) as usize;
+    let page = |page| at(page, 0);
+    let harvest = || {
+        let dirty = PageBitmap::new(PAGES as usize);
+        machine.harvest_dirty(&dirty, true).unwrap();
+        let is_set = |page: &u64| dirty.test(RamPage(*page));
+        (0..PAGES).filter(is_set).collect::<Vec<_>>()
+    };
+    assert_eq!(harvest(), [0; 0], "nothing is written yet");
+    let bytes = [7_u8; 16];
+    let writes: [(&str, &dyn Fn(), &[u64]); 9] = [
+        (
+            "write_slice",
+            &|| slice.write_slice(&bytes, page(3)).unwrap(),
+            &[3],
+        ),
+        (
+            "over an edge",
+            &|| slice.write_slice(&bytes, page(4) - 8).unwrap(),
+            &[3, 4],
+        ),
+        ("at the start", &|| slice.write_obj(1_u64, 0).unwrap(), &[2]),
+        (
+            "store",
+            &|| slice.store(1_u64, page(4), Ordering::Release).unwrap(),
+            &[4],
+        ),
+        (
+            "of a part",
+            &|| {
+                let part = slice.subslice(page(4), 16).unwrap();
+                part.write_obj(1_u32, 4).unwrap();
+            },
+            &[4],
+        ),
+        (
+            "behind an offset",
+            &|| slice.offset(page(3)).unwrap().copy_from(&bytes),
+            &[3],
+        ),
+        (
+            "of a reader",
+            &|| {
+                let read = slice.read_volatile_from(page(4) - 2, &mut &bytes[..], 16);
+                assert_eq!(read.unwrap(), 16);
+            },
+            &[3, 4],
+        ),
+        (
+            "of another slice",
+            &|| {
+                let other = view.get_slice(GuestAddress(0), 16).unwrap();
+                other.copy_to_volatile_slice(slice.subslice(page(3), 16).unwrap());
+            },
+            &[3],
+        ),
+        (
+            "through a reference",
+            &|| slice.get_ref::<u64>(page(4)).unwrap().store(3),
+            &[4],
+        ),
+    ];
+    for (name, write, pages) in writes {
+        write();
+        assert_eq!(harvest(), pages, "{name}");
+        assert_eq!(harvest(), [0; 0], "{name}");
+    }
 }

@@ -3,8 +3,8 @@
 
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{
-    Access, DOORBELL_GPA, Engine, Exit, MachineSpec, NewMachine, Reset, ResetKind, StartState,
-    Vcpu, VcpuState, create,
+    Access, DOORBELL_GPA, Engine, Exit, Kicker, MachineSpec, NewMachine, Reset, ResetKind,
+    StartState, Vcpu, VcpuState, create,
 };
 use pageferry_testkit::rv64::{
     A0, A1, A2, A6, A7, DBCN, ECALL, HSM, IPI, SRST, WFI, ZERO, add, addi, and, bne, call, csrs,
@@ -407,6 +407,117 @@ fn no_interrupt_beside_a_suspend_is_lost() {
             let woken = u64::from_le_bytes(woken);
             assert_eq!(exit, ENDED, "hart 1 woke {woken} times of {ROUNDS}");
         });
+    }
+}
+
+/// A call for the status of hart 1, whose answer goes to page `page`.
+fn tell_status(page: u32) -> Vec<u32> {
+    let store = vec![li(A2, page << 12)[0], sd(A1, A2)];
+    [call(HSM, 2, &[1]), store].concat()
+}
+
+/// Asks for the status of hart 1 until it is `status`.
+fn await_status(status: u32) -> Vec<u32> {
+    let ask = [call(HSM, 2, &[1]), li(A2, status).to_vec()].concat();
+    let back = bne(A1, A2, -4 * ask.len() as i32);
+    [ask, vec![back]].concat()
+}
+
+/// The exit of a vCPU. A kick ends a run that takes too long.
+fn bounded(vcpu: &mut Box<dyn Vcpu>) -> Exit {
+    let (kicker, done) = (vcpu.kicker(), Stop::new());
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let deadline = Instant::now() + LIMIT;
+            while !done.is_stopped() && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if !done.is_stopped() {
+                kicker.kick();
+            }
+        });
+        let exit = vcpu.run().unwrap();
+        done.stop();
+        exit
+    })
+}
+
+/// Kicks a vCPU when dropped, also during a panic.
+struct KickOnDrop(Arc<dyn Kicker>);
+
+impl Drop for KickOnDrop {
+    fn drop(&mut self) {
+        self.0.kick();
+    }
+}
+
+/// Runs `vcpu` on a thread until `during` has returned.
+fn beside<R>(vcpu: &mut Box<dyn Vcpu>, during: impl FnOnce() -> R) -> R {
+    let kick = KickOnDrop(vcpu.kicker());
+    thread::scope(|scope| {
+        let run = scope.spawn(|| vcpu.run().unwrap());
+        let kick = kick;
+        let result = during();
+        drop(kick);
+        assert_eq!(run.join().unwrap(), Exit::Kicked);
+        result
+    })
+}
+
+/// SBI 2.0, chapter 9: a suspended hart that has an interrupt which resumes it is RESUME_PENDING, at
+/// once, and STARTED when it executes. It need not leave the guest for that.
+#[test]
+fn a_hart_that_resumes_is_not_called_suspended() {
+    const STARTED: u32 = 0;
+    const SUSPENDED: u32 = 4;
+    const RESUME_PENDING: u32 = 6;
+    let spin = vec![bne(A7, ZERO, 0)];
+    for suspend in [call(HSM, 3, &[0]), suspend_without_state(0x2000)] {
+        for resumes in [true, false] {
+            let software = li(A2, u32::from(resumes) << 1).to_vec();
+            let second = [
+                software,
+                vec![csrs(0x104, A2)],
+                suspend.clone(),
+                spin.clone(),
+            ];
+            let first = [
+                call(HSM, 0, &[1, 0x1000, 0]),
+                await_status(SUSPENDED),
+                doorbell(0),
+                call(IPI, 0, &[2, 0]),
+                tell_status(4),
+                doorbell(1),
+                tell_status(5),
+                doorbell(2),
+                await_status(STARTED),
+                end(),
+            ];
+            // A hart that resumes at an address has its id in a0, so it spins too.
+            let resumed = [vec![bne(A0, ZERO, 0)]];
+            let mut new = machine(2, &[&first, &second, &resumed]);
+            let ram = Arc::clone(new.machine.ram());
+            let told = |page| {
+                let mut bytes = [0; 8];
+                ram.try_read(RamPage(page), &mut bytes).unwrap();
+                u64::from_le_bytes(bytes) as u32
+            };
+            let mut second = new.vcpus.pop().unwrap();
+            let first = &mut new.vcpus[0];
+            beside(&mut second, || assert_eq!(bounded(first), rang(0)));
+            // Hart 1 is parked: its thread takes no interrupt.
+            assert_eq!(bounded(first), rang(1));
+            let expected = if resumes { RESUME_PENDING } else { SUSPENDED };
+            assert_eq!(told(4), expected);
+            // The interrupt is a part of the state.
+            let state = second.save().unwrap();
+            second.restore(&state).unwrap();
+            assert_eq!(bounded(first), rang(2));
+            assert_eq!(told(5), expected);
+            if resumes {
+                beside(&mut second, || assert_eq!(bounded(first), ENDED));
+            }
+        }
     }
 }
 

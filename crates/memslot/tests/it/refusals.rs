@@ -207,7 +207,31 @@ fn a_guest_range_past_the_limit_or_past_64_bits() {
     assert_eq!(refused(&mut table, at(above)), error(above, limit));
     let wraps = Gpa(u64::MAX - 0xfff);
     let all = Gfn(Gfn::MAX.0 + 1);
-    assert_eq!(refused(&mut table_of([]), at(wraps)), error(wraps, all));
+    let mut table = SlotWriter::new(Limits {
+        gfn_limit: Limits::ALL_FRAMES,
+        ..Limits::default()
+    });
+    assert_eq!(refused(&mut table, at(wraps)), error(wraps, all));
+    assert!(table.set(at(Gpa(u64::MAX - 0xf_ffff))).is_ok());
+}
+
+/// By default, a slot is where tables of four levels reach: also when it moves there.
+#[test]
+fn a_slot_behind_48_bits_is_refused_by_default() {
+    let limit = Gfn(1 << 36);
+    assert_eq!(Limits::default().gfn_limit, limit);
+    let at = |gpa| Request { gpa, ..valid() };
+    for gpa in [1 << 48, (1 << 48) - MIB + 0x1000, 1 << 52, 1 << 63] {
+        let error = SlotError::GpaTooHigh {
+            gpa: Gpa(gpa),
+            size: MIB,
+            limit,
+        };
+        assert_eq!(refused(&mut table_of([]), at(Gpa(gpa))), error);
+        let mut moved = table_of([valid()]);
+        assert_eq!(refused(&mut moved, at(Gpa(gpa))), error);
+    }
+    assert_eq!(table_of([at(Gpa((1 << 48) - MIB))]).len(), 1);
 }
 
 #[test]
@@ -244,6 +268,7 @@ fn a_total_past_64_bits() {
     let mut table = SlotWriter::new(Limits {
         address_spaces: 5000,
         max_slot_pages: u64::MAX,
+        gfn_limit: Limits::ALL_FRAMES,
         ..Limits::default()
     });
     let nth = |n: u64| Request {

@@ -49,6 +49,18 @@ fn ids_are_the_lowest_free_ones_and_survive_moves() {
     assert_eq!(writer.num_regions(), 6);
 }
 
+/// No second-stage tables bound the places of regions, unless the limits do.
+#[test]
+fn a_region_lies_anywhere_in_64_bits() {
+    for base in [1 << 48, 1 << 60, u64::MAX - 0xffff] {
+        let memory = Memory::new();
+        memory.lock().insert_region(region(base, 2)).unwrap();
+        assert!(memory.memory().find_region(a(base + 0x1fff)).is_some());
+        let limited = Memory::with_limits(Limits::default());
+        assert!(limited.lock().insert_region(region(base, 2)).is_err());
+    }
+}
+
 #[test]
 fn refusals_say_what_was_wrong() {
     let limits = Limits {
