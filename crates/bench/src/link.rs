@@ -262,7 +262,7 @@ fn fetch(
     let mut peer = Peer::start(setting, &role)?;
     let config = DestinationConfig {
         delivery,
-        tls: channels.tls.clone(),
+        tls: channels.tls.clone().map(Into::into),
         ..DestinationConfig::default()
     };
     let (report, vm) = receive(&mut peer, config)?;

@@ -307,7 +307,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         preempt,
         prefetch,
         bulk_channels: channels.bulk,
-        tls: channels.tls.clone(),
+        tls: channels.tls.clone().map(Into::into),
         ..SourceConfig::default()
     };
     send(&vm, &config, passes)

@@ -139,7 +139,7 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         },
     });
     let config = DestinationConfig {
-        tls,
+        tls: tls.map(Into::into),
         plain: PlainPolicy::Anywhere,
         ..DestinationConfig::default()
     };

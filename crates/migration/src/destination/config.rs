@@ -1,6 +1,6 @@
 //! The destination's configuration, the offer of a source, and the report of a failed migration.
 
-use crate::channel::TlsFiles;
+use crate::channel::Tls;
 use crate::cpus::CpuList;
 use crate::error::MigrationError;
 use crate::handshake::PlainPolicy;
@@ -27,8 +27,8 @@ pub struct DestinationConfig {
     pub cpus: Option<CpuList>,
     /// The limits of silence.
     pub limits: Limits,
-    /// The files for TLS. `None`: without TLS.
-    pub tls: Option<TlsFiles>,
+    /// The certificates for TLS. `None`: without TLS.
+    pub tls: Option<Tls>,
     /// Where channels without TLS may come from.
     pub plain: PlainPolicy,
 }
