@@ -78,7 +78,9 @@ pub use delivery::{ArmOptions, Delivery, DeliveryInUse, DeliveryTrial};
 pub use device_state::{Apply, Device};
 #[cfg(feature = "vm-memory")]
 pub use devices::{DeviceMemory, DeviceRegion, DeviceView, Written};
-pub use engine::{Engine, EngineChoice, Machine, MachineKind, MachineSpec, NewMachine};
+pub use engine::{
+    BlackoutCost, Engine, EngineChoice, Machine, MachineKind, MachineSpec, NewMachine,
+};
 pub use error::MachineError;
 pub use fault_events::{FaultEvent, FaultEvents};
 pub use huge::Collapsed;

@@ -277,7 +277,7 @@ impl DestinationReport {
     /// The time of the first fault on a page for which `is_data` holds, among the first faults.
     ///
     /// This bounds the time of the first guest instruction from above, under two conditions:
-    /// 1. Nothing is mapped at the start (KVM).
+    /// 1. The engine maps nothing before the start.
     /// 2. `is_data` excludes the pages that a vCPU needs before its first instruction (code,
     ///    tables).
     #[must_use]

@@ -83,8 +83,9 @@ pub enum DestinationVm {
     PausedIncomplete {
         /// The number of missing pages.
         missing: u64,
-        /// The number of vCPUs that sleep inside KVM on a missing page. They stand still, but have
-        /// not left the guest. KVM with shadow paging sleeps so while it reads a page table.
+        /// The number of vCPUs that sleep in the hypervisor on a missing page. They stand still, but have
+        /// not left the guest. A hypervisor with shadow paging sleeps so while it reads a page
+        /// table.
         asleep: usize,
     },
 }
@@ -99,7 +100,7 @@ impl fmt::Display for DestinationVm {
             ),
             Self::PausedIncomplete { missing, asleep } => write!(
                 f,
-                "the VM stands still here with {missing} pages missing; it cannot continue without them; {asleep} of its vCPUs sleep inside KVM on such pages"
+                "the VM stands still here with {missing} pages missing; it cannot continue without them; {asleep} of its vCPUs sleep in the hypervisor on such pages"
             ),
         }
     }
