@@ -3,6 +3,7 @@
 use crate::{ArmOptions, Delivery, LayoutError};
 use std::error::Error;
 use std::io;
+use std::time::Duration;
 
 /// An error of an engine. Each message says what was wrong and names a remedy where there is one.
 #[derive(Debug, thiserror::Error)]
@@ -76,12 +77,12 @@ pub enum MachineError {
     #[error(transparent)]
     Access(#[from] crate::AccessError),
     /// A wait exceeded its limit.
-    #[error("{what} took longer than {millis} ms")]
+    #[error("{what} took longer than {} ms", limit.as_millis())]
     Timeout {
         /// The action that took too long.
         what: &'static str,
-        /// The limit in milliseconds.
-        millis: u64,
+        /// The limit.
+        limit: Duration,
     },
 }
 

@@ -62,7 +62,7 @@ pub use channel::{
 };
 #[cfg(feature = "tls")]
 pub use channel::{Pem, TlsFiles, TlsPem};
-pub use clock::{instant_ns, monotonic_ns};
+pub use clock::monotonic;
 pub use cpus::{CpuList, CpuListError};
 pub use destination::{
     Destination, DestinationConfig, DestinationFailure, DestinationVm, FAULT_SPIN, Incoming, Offer,
