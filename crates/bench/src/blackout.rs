@@ -8,6 +8,7 @@ use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_guest::Workload;
 use pageferry_machine::{Backing, Delivery, Engine};
 use pageferry_migration::DestinationConfig;
+use std::time::Duration;
 
 /// The conditions of a blackout.
 const HOW: &str = "last guest instruction at the source to first at the destination, one clock; 1 pre-copy pass; all vCPUs rewrite memory all the time; if the engine does not report the first instruction, the first touch of a data page";
@@ -102,15 +103,14 @@ impl Measured {
         let (report, vm) = receive(&mut peer, config)?;
         let sent = peer.read_figures()?;
         let first = report
-            .first_instruction_ns
-            .or_else(|| report.first_touch_ns(|page| workload.is_data(page)))
+            .first_instruction
+            .or_else(|| report.first_touch(|page| workload.is_data(page)))
             .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;
-        let blackout_ns = first.saturating_sub(sent.last_stop_ns);
-        let handover_ns = report.started_ns.saturating_sub(sent.last_stop_ns);
-        self.blackouts.push(blackout_ns as f64 / 1e6);
-        self.handovers.push(handover_ns as f64 / 1e6);
+        let since = |at: Duration| at.saturating_sub(sent.last_stop).as_secs_f64() * 1e3;
+        self.blackouts.push(since(first));
+        self.handovers.push(since(report.started));
         self.missing.push(sent.missing_at_start as f64);
-        self.totals.push(sent.total_ns as f64 / 1e6);
+        self.totals.push(sent.total.as_secs_f64() * 1e3);
         self.at_source.push(sent.overhead_bytes as f64);
         self.at_destination.push(overhead_bytes()? as f64);
         self.delivery = Some(report.delivery.delivery);

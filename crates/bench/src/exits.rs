@@ -7,27 +7,28 @@ use pageferry_addr::RamPage;
 use pageferry_guest::TouchOrder;
 use pageferry_machine::{Access, Delivery, Engine, FaultEvents, HookVerdict, Kicker, Machine};
 use pageferry_migration::channel::Spinner;
-use pageferry_migration::{FAULT_SPIN, monotonic_ns};
+use pageferry_migration::{FAULT_SPIN, monotonic};
 use pageferry_userfault::PageBitmap;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 /// Resolves every fault at once, and records when it arrived.
 struct InstantResolver {
     vm: OnceLock<(Arc<dyn Machine>, Arc<PageBitmap>)>,
-    arrivals_ns: Mutex<Vec<u64>>,
+    arrivals: Mutex<Vec<Duration>>,
 }
 
 impl InstantResolver {
     fn resolve(&self, page: RamPage) {
-        let at = monotonic_ns();
+        let at = monotonic();
         if let Some((machine, missing)) = self.vm.get() {
             // If a page cannot be installed, the guest keeps faulting on it until the run times
             // out.
             let _ = machine.install(page, 1);
             if missing.clear(page) {
-                self.arrivals_ns
+                self.arrivals
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .push(at);
@@ -75,7 +76,7 @@ pub(crate) fn exit_and_resume(
 ) -> Result<Samples, BenchError> {
     let faults = Arc::new(InstantResolver {
         vm: OnceLock::new(),
-        arrivals_ns: Mutex::new(Vec::new()),
+        arrivals: Mutex::new(Vec::new()),
     });
     let vm = create(
         engine,
@@ -115,16 +116,16 @@ pub(crate) fn exit_and_resume(
     });
     outcome?;
     let arrivals = faults
-        .arrivals_ns
+        .arrivals
         .lock()
         .unwrap_or_else(PoisonError::into_inner);
     Ok(gaps_us(&arrivals))
 }
 
 /// The differences between successive times, in microseconds.
-pub(crate) fn gaps_us(times_ns: &[u64]) -> Samples {
-    times_ns
+pub(crate) fn gaps_us(times: &[Duration]) -> Samples {
+    times
         .windows(2)
-        .map(|pair| pair[1].saturating_sub(pair[0]) as f64 / 1000.0)
+        .map(|pair| pair[1].saturating_sub(pair[0]).as_secs_f64() * 1e6)
         .collect()
 }

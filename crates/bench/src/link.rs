@@ -12,7 +12,7 @@ use pageferry_addr::PAGE_SIZE;
 use pageferry_machine::{Backing, Delivery, Engine, MachineSpec, VcpuThreads};
 use pageferry_migration::channel::{Connection, Listener, Spinner, Wait};
 use pageferry_migration::{
-    Destination, DestinationConfig, DestinationReport, Observer, Phase, Resolver, monotonic_ns,
+    Destination, DestinationConfig, DestinationReport, Observer, Phase, Resolver,
 };
 use std::collections::VecDeque;
 use std::sync::{Arc, Barrier};
@@ -81,7 +81,7 @@ pub fn link(
             ));
             let rate = |channels: &Channels| {
                 let sent = fetch(setting, engine, None, PUSH_MEMORY, Guest::Quiet, channels)?.1;
-                let seconds = sent.background_ns as f64 / 1e9;
+                let seconds = sent.background_took.as_secs_f64();
                 Ok::<_, BenchError>(sent.background_bytes as f64 / seconds)
             };
             rates.push(rate(&plain)?);
@@ -225,7 +225,7 @@ fn stalls_us(
         guest,
         channels,
     )?;
-    let arrivals: Vec<u64> = report.faults.iter().map(|fault| fault.at_ns).collect();
+    let arrivals: Vec<Duration> = report.faults.iter().map(|fault| fault.at).collect();
     let gaps = gaps_us(&arrivals);
     if gaps.len() < 1000 {
         return Err(BenchError::Busy(format!(
@@ -262,7 +262,7 @@ fn fetch(
     let mut peer = Peer::start(setting, &role)?;
     let config = DestinationConfig {
         delivery,
-        tls: channels.tls.clone(),
+        tls: channels.tls.clone().map(Into::into),
         ..DestinationConfig::default()
     };
     let (report, vm) = receive(&mut peer, config)?;
@@ -352,8 +352,8 @@ pub(crate) fn exchanges(
 ) -> Result<Vec<u64>, BenchError> {
     let reply_bytes = HEADER_BYTES + page_bytes;
     let mut buffer = vec![0; reply_bytes.min(BULK_BYTES)];
-    let ask = || -> Result<u64, BenchError> {
-        let began = monotonic_ns();
+    let ask = || -> Result<Instant, BenchError> {
+        let began = Instant::now();
         connection.write_all(&[1; REQUEST_BYTES], &Wait::block("request"))?;
         Ok(began)
     };
@@ -364,7 +364,7 @@ pub(crate) fn exchanges(
     while more(times.len()) {
         read_reply(connection, reply_bytes, &mut buffer)?;
         let began = asked.pop_front().expect("a request is unanswered");
-        times.push(monotonic_ns() - began);
+        times.push(began.elapsed().as_nanos() as u64);
         asked.push_back(ask()?);
     }
     Ok(times)

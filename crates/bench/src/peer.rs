@@ -307,7 +307,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         preempt,
         prefetch,
         bulk_channels: channels.bulk,
-        tls: channels.tls.clone(),
+        tls: channels.tls.clone().map(Into::into),
         ..SourceConfig::default()
     };
     send(&vm, &config, passes)
@@ -347,22 +347,22 @@ fn parse_address(line: &str) -> Result<Address, BenchError> {
 fn figures_line(report: &SourceReport) -> String {
     format!(
         "sent {} {} {} {} {}",
-        report.last_stop_ns,
+        report.last_stop.as_nanos(),
         report.missing_at_start,
         report.background_bytes,
-        report.background_ns,
-        report.total_ns
+        report.background_took.as_nanos(),
+        report.total.as_nanos()
     )
 }
 
 /// The figures that a source reports to the parent process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SourceFigures {
-    pub(crate) last_stop_ns: u64,
+    pub(crate) last_stop: Duration,
     pub(crate) missing_at_start: u64,
     pub(crate) background_bytes: u64,
-    pub(crate) background_ns: u64,
-    pub(crate) total_ns: u64,
+    pub(crate) background_took: Duration,
+    pub(crate) total: Duration,
     pub(crate) overhead_bytes: u64,
 }
 
@@ -560,11 +560,11 @@ impl Peer {
                 ),
                 Some([overhead_bytes]),
             ) => Ok(SourceFigures {
-                last_stop_ns: *last_stop_ns,
+                last_stop: Duration::from_nanos(*last_stop_ns),
                 missing_at_start: *missing_at_start,
                 background_bytes: *background_bytes,
-                background_ns: *background_ns,
-                total_ns: *total_ns,
+                background_took: Duration::from_nanos(*background_ns),
+                total: Duration::from_nanos(*total_ns),
                 overhead_bytes: *overhead_bytes,
             }),
             _ => Err(BenchError::Peer(format!(

@@ -296,7 +296,7 @@ pub(crate) fn of_tls(error: &TlsError) -> Exit {
         TlsError::File { .. }
         | TlsError::NoCertificate { .. }
         | TlsError::NoKey { .. }
-        | TlsError::WrongFile { .. }
+        | TlsError::WrongContents { .. }
         | TlsError::Malformed { .. }
         | TlsError::KeyMismatch { .. }
         | TlsError::BadName { .. }

@@ -4,7 +4,7 @@
 //! the page is present. It never touches the vCPUs themselves.
 
 use crate::vm::Vm;
-use pageferry_migration::monotonic_ns;
+use pageferry_migration::monotonic;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -61,7 +61,7 @@ impl Sampler {
                 while !ours.stop.load(Ordering::Acquire) {
                     if ready() {
                         let sample = Sample {
-                            at_ns: monotonic_ns(),
+                            at_ns: monotonic().as_nanos() as u64,
                             done: vm.controls().iter().map(|c| c.map(|c| c.done)).collect(),
                         };
                         let mut samples = ours.lock();

@@ -2,20 +2,58 @@
 
 use crate::{Engine, EngineChoice, MachineError, MachineSpec, NewMachine};
 
+/// The error for an engine that this build lacks.
+#[cfg(not(all(feature = "kvm", feature = "soft")))]
+fn not_built(engine: Engine) -> MachineError {
+    MachineError::EngineUnavailable(format!(
+        "this build has no {engine} engine: build pageferry-machine with the feature `{engine}`"
+    ))
+}
+
+/// Tests whether this host and this build run a VM of the KVM engine.
+fn probe_kvm() -> Result<(), MachineError> {
+    #[cfg(feature = "kvm")]
+    return crate::kvm::probe_vm();
+    #[cfg(not(feature = "kvm"))]
+    Err(not_built(Engine::Kvm))
+}
+
+/// Tests whether this build has the soft engine.
+#[cfg_attr(
+    feature = "soft",
+    expect(
+        clippy::unnecessary_wraps,
+        reason = "an engine of this build runs on any host"
+    )
+)]
+fn probe_soft() -> Result<(), MachineError> {
+    #[cfg(feature = "soft")]
+    return Ok(());
+    #[cfg(not(feature = "soft"))]
+    Err(not_built(Engine::Soft))
+}
+
 /// Chooses the engine, and gives the reason as a sentence without its final stop.
 ///
 /// # Errors
-/// When the user chose KVM by name and a probe VM does not run here.
+/// When the user chose KVM by name and a probe VM does not run here. When this build lacks the
+/// engine.
 pub fn select(choice: EngineChoice) -> Result<(Engine, String), MachineError> {
     match choice {
-        EngineChoice::Only(Engine::Soft) => Ok((Engine::Soft, "it was requested".into())),
+        EngineChoice::Only(Engine::Soft) => {
+            probe_soft()?;
+            Ok((Engine::Soft, "it was requested".into()))
+        }
         EngineChoice::Only(Engine::Kvm) => {
-            crate::kvm::probe_vm()?;
+            probe_kvm()?;
             Ok((Engine::Kvm, "it was requested, and a probe VM runs".into()))
         }
-        EngineChoice::Auto => match crate::kvm::probe_vm() {
+        EngineChoice::Auto => match probe_kvm() {
             Ok(()) => Ok((Engine::Kvm, "a probe VM runs on /dev/kvm".into())),
-            Err(why) => Ok((Engine::Soft, format!("KVM is not usable here: {why}"))),
+            Err(why) => {
+                probe_soft()?;
+                Ok((Engine::Soft, format!("KVM is not usable here: {why}")))
+            }
         },
     }
 }
@@ -23,10 +61,14 @@ pub fn select(choice: EngineChoice) -> Result<(Engine, String), MachineError> {
 /// Creates a machine of `engine` with zeroed RAM. Its vCPUs are not started.
 ///
 /// # Errors
-/// When the sizes are out of range or the host refuses.
+/// When the sizes are out of range or the host refuses. When this build lacks the engine.
 pub fn create(engine: Engine, spec: MachineSpec) -> Result<NewMachine, MachineError> {
     match engine {
+        #[cfg(feature = "kvm")]
         Engine::Kvm => crate::kvm::create(spec),
+        #[cfg(feature = "soft")]
         Engine::Soft => crate::soft::create(spec),
+        #[cfg(not(all(feature = "kvm", feature = "soft")))]
+        absent => Err(not_built(absent)),
     }
 }

@@ -140,8 +140,24 @@ impl Console {
         taken
     }
 
-    /// Offers at most `most` bytes of input to `give`. Forgets them if it returns `Ok`.
-    pub(crate) fn give_input<E>(
+    /// Offers at most `most` bytes of input to `give`, for the engine whose guest reads them. Forgets
+    /// them if it returns `Ok`. Returns their number.
+    ///
+    /// The console is locked meanwhile, so `give` must not call it.
+    ///
+    /// ```
+    /// use pageferry_machine::Console;
+    ///
+    /// let console = Console::default();
+    /// console.send(b"uname");
+    /// let mut guest = Vec::new();
+    /// let given = console.give_input(2, |bytes| Ok::<(), ()>(guest.extend(bytes)));
+    /// assert_eq!((given, &guest[..]), (Ok(2), &b"un"[..]));
+    /// ```
+    ///
+    /// # Errors
+    /// Those of `give`. The input then stays.
+    pub fn give_input<E>(
         &self,
         most: usize,
         give: impl FnOnce(&[u8]) -> Result<(), E>,

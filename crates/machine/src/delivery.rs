@@ -4,6 +4,7 @@ use crate::{Backing, MachineError};
 use pageferry_addr::PageSize;
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 /// The ways in which a fault on a missing page is delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -110,9 +111,9 @@ pub struct DeliveryTrial {
     pub vcpus: u32,
     /// The number of cores that they shared.
     pub cores: u32,
-    /// Microseconds from fault to fault, all vCPUs together, fastest delivery first. A delivery
-    /// whose trial failed is not here.
-    pub microseconds: Vec<(Delivery, f64)>,
+    /// The time from fault to fault, all vCPUs together, fastest delivery first. A delivery whose
+    /// trial failed is not here.
+    pub per_fault: Vec<(Delivery, Duration)>,
 }
 
 impl Delivery {

@@ -10,6 +10,7 @@ use pageferry_userfault::PageBitmap;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// One of the engines of this crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -138,6 +139,49 @@ impl MachineSpec {
     }
 }
 
+/// The parts of a switch-over's blackout that a machine takes and that nobody can measure before.
+///
+/// A source adds them to what it measures: a harvest of the dirty log, the round trip and the link.
+/// They count on both hosts together, with a core free for each thread that wakes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlackoutCost {
+    /// All but the vCPUs: stopping, freezing memory, loading, resuming.
+    pub fixed: Duration,
+    /// Saving, sending and restoring one vCPU.
+    pub per_vcpu: Duration,
+}
+
+impl BlackoutCost {
+    /// The cost of a machine with these two parts.
+    #[must_use]
+    pub const fn new(fixed: Duration, per_vcpu: Duration) -> Self {
+        Self { fixed, per_vcpu }
+    }
+
+    /// The cost for a number of vCPUs.
+    ///
+    /// ```
+    /// use pageferry_machine::BlackoutCost;
+    /// use std::time::Duration;
+    ///
+    /// let cost = BlackoutCost::new(Duration::from_micros(500), Duration::from_micros(20));
+    /// assert_eq!(cost.of(4), Duration::from_micros(580));
+    /// ```
+    #[must_use]
+    pub fn of(self, vcpus: usize) -> Duration {
+        let vcpus = u32::try_from(vcpus).unwrap_or(u32::MAX);
+        self.fixed
+            .saturating_add(self.per_vcpu.saturating_mul(vcpus))
+    }
+}
+
+/// The cost of the KVM engine of this crate, the slower one: for a machine that was never measured.
+impl Default for BlackoutCost {
+    fn default() -> Self {
+        Self::new(Duration::from_micros(700), Duration::from_micros(220))
+    }
+}
+
 /// A machine with its vCPUs, which the caller runs.
 pub struct NewMachine {
     /// The machine.
@@ -151,7 +195,7 @@ pub struct NewMachine {
 /// **For implementers.** The provided methods fit one kind of machine: its vCPUs reach memory by
 /// [`GuestRam`] alone, as a VMM's devices do. They find missing pages and log writes there. A
 /// machine whose vCPUs reach memory in another way implements *every* method but
-/// [`Machine::console`]. Otherwise the writes of its vCPUs are in no dirty log, and a migration
+/// [`Machine::console`] and [`Machine::blackout_cost`]. Otherwise the writes of its vCPUs are in no dirty log, and a migration
 /// loses them. Such a machine calls [`GuestRam::arm`], [`GuestRam::begin`] and
 /// [`GuestRam::harvest_writes`] for the VMM's own accesses.
 ///
@@ -167,6 +211,12 @@ pub trait Machine: Send + Sync {
 
     /// Its memory, also for the VMM's own accesses.
     fn ram(&self) -> &Arc<GuestRam>;
+
+    /// The machine's part of a blackout, for the forecast of a source. Measure it once, on two idle
+    /// hosts.
+    fn blackout_cost(&self) -> BlackoutCost {
+        BlackoutCost::default()
+    }
 
     /// The guest's text console, if the machine has one.
     fn console(&self) -> Option<&Arc<Console>> {

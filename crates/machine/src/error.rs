@@ -1,7 +1,9 @@
 //! The errors of machines.
 
 use crate::{ArmOptions, Delivery, LayoutError};
+use std::error::Error;
 use std::io;
+use std::time::Duration;
 
 /// An error of an engine. Each message says what was wrong and names a remedy where there is one.
 #[derive(Debug, thiserror::Error)]
@@ -21,9 +23,9 @@ pub enum MachineError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// A memory slot breaks a rule of slots.
-    #[error(transparent)]
-    Slot(#[from] pageferry_memslot::SlotError),
+    /// An error of the engine's own kind. See [`MachineError::engine`].
+    #[error("{0}")]
+    Engine(#[source] Box<dyn Error + Send + Sync>),
     /// The engine cannot run the guest any further.
     #[error("vCPU {vcpu} stopped: {why}")]
     Guest {
@@ -75,16 +77,44 @@ pub enum MachineError {
     #[error(transparent)]
     Access(#[from] crate::AccessError),
     /// A wait exceeded its limit.
-    #[error("{what} took longer than {millis} ms")]
+    #[error("{what} took longer than {} ms", limit.as_millis())]
     Timeout {
         /// The action that took too long.
         what: &'static str,
-        /// The limit in milliseconds.
-        millis: u64,
+        /// The limit.
+        limit: Duration,
     },
 }
 
 impl MachineError {
+    /// Wraps an error of the engine's own kind, for implementers of [`Machine`](crate::Machine) and
+    /// [`Vcpu`](crate::Vcpu). Its text becomes the message. The error itself is the
+    /// [source](Error::source), so a caller that knows its type gets it back.
+    ///
+    /// ```
+    /// use pageferry_machine::MachineError;
+    /// use std::error::Error;
+    ///
+    /// #[derive(Debug, PartialEq)]
+    /// struct NoBankLeft(u8);
+    ///
+    /// impl Error for NoBankLeft {}
+    ///
+    /// impl std::fmt::Display for NoBankLeft {
+    ///     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+    ///         write!(f, "all {} memory banks are taken: remove one first", self.0)
+    ///     }
+    /// }
+    ///
+    /// let error = MachineError::engine(NoBankLeft(4));
+    /// assert_eq!(error.to_string(), "all 4 memory banks are taken: remove one first");
+    /// let source = error.source().and_then(|source| source.downcast_ref());
+    /// assert_eq!(source, Some(&NoBankLeft(4)));
+    /// ```
+    pub fn engine(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        Self::Engine(source.into())
+    }
+
     /// Wraps the kernel's answer to `what`.
     pub fn os(what: &'static str, source: impl Into<io::Error>) -> Self {
         Self::Os {

@@ -1,4 +1,3 @@
-#![expect(unsafe_code, reason = "asks the host for huge pages of guest memory")]
 //! Huge pages of the host: made of pages that have arrived, and counted.
 //!
 //! Pages of a migration come singly, so the host maps them singly. `MADV_COLLAPSE` (Linux 6.1)
@@ -8,13 +7,15 @@
 //!
 //! A page of private memory that was only read counts as written.
 
-use crate::{GuestRam, MachineError};
-use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
-use std::fs;
-use std::ops::Range;
+#[cfg(any(feature = "kvm", feature = "soft"))]
+mod collapse;
 
-/// `include/uapi/asm-generic/mman-common.h`.
-const MADV_COLLAPSE: i32 = 25;
+use crate::MachineError;
+use pageferry_addr::{Hva, PAGE_SIZE};
+use std::fs;
+
+#[cfg(any(feature = "kvm", feature = "soft"))]
+pub(crate) use collapse::{collapse, whole_range};
 
 /// The result of [`Machine::collapse`](crate::Machine::collapse).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,43 +28,6 @@ pub enum Collapsed {
     Incomplete,
     /// The kernel did not do it now: it holds a page, or has no huge page free.
     Refused,
-}
-
-/// The indices of the 2 MiB of pages from `first`.
-///
-/// # Panics
-/// If they do not begin at a multiple of 2 MiB, or leave RAM.
-pub(crate) fn whole_range(ram: &GuestRam, first: RamPage) -> Range<usize> {
-    let pages = PageSize::Size2M.pages();
-    assert!(
-        first.0.is_multiple_of(pages) && first.0 + pages <= ram.pages(),
-        "{first:?} does not begin 2 MiB of the {} pages of RAM",
-        ram.pages()
-    );
-    first.index()..first.index() + pages as usize
-}
-
-/// Collapses the 2 MiB from `first` in a mapping of RAM that has `first` at `at`. None of its pages
-/// may be missing.
-pub(crate) fn collapse(ram: &GuestRam, at: Hva, first: RamPage) -> Collapsed {
-    if ram.backing().is_hugetlb() {
-        return Collapsed::Huge;
-    }
-    let pages = PageSize::Size2M.pages();
-    if !ram.is_allocated(first, pages).unwrap_or(false) {
-        return Collapsed::Incomplete;
-    }
-    // One file has no huge page for a range that others share.
-    if ram.files(first, pages).count() > 1 {
-        return Collapsed::Refused;
-    }
-    let at = at.0 as *mut _;
-    // SAFETY: `is_allocated` checked that the range is RAM. A mapping has the pages of one file one
-    // behind the other. Collapsing changes no byte.
-    match unsafe { libc::madvise(at, PageSize::Size2M.bytes() as usize, MADV_COLLAPSE) } {
-        0 => Collapsed::Huge,
-        _ => Collapsed::Refused,
-    }
 }
 
 /// The bytes of these runs of pages that the host maps by huge pages.

@@ -38,6 +38,7 @@
 mod access;
 mod adopt;
 mod backing;
+#[cfg(any(feature = "kvm", feature = "soft"))]
 mod choice;
 mod console;
 mod delivery;
@@ -50,13 +51,17 @@ mod error;
 mod fault_events;
 mod gate;
 mod huge;
+#[cfg(feature = "kvm")]
 pub mod kvm;
 mod layout;
+#[cfg(feature = "soft")]
 mod linux;
 mod ram;
+#[cfg(feature = "soft")]
 pub mod soft;
 mod sync;
 mod threads;
+#[cfg(any(feature = "kvm", feature = "soft"))]
 mod translate;
 mod unchecked;
 mod vcpu;
@@ -66,23 +71,29 @@ mod written;
 pub use access::{AccessError, At, Fetch, Frozen};
 pub use adopt::AdoptedRegion;
 pub use backing::Backing;
+#[cfg(any(feature = "kvm", feature = "soft"))]
 pub use choice::{create, select};
 pub use console::Console;
 pub use delivery::{ArmOptions, Delivery, DeliveryInUse, DeliveryTrial};
 pub use device_state::{Apply, Device};
 #[cfg(feature = "vm-memory")]
 pub use devices::{DeviceMemory, DeviceRegion, DeviceView, Written};
-pub use engine::{Engine, EngineChoice, Machine, MachineKind, MachineSpec, NewMachine};
+pub use engine::{
+    BlackoutCost, Engine, EngineChoice, Machine, MachineKind, MachineSpec, NewMachine,
+};
 pub use error::MachineError;
 pub use fault_events::{FaultEvent, FaultEvents};
 pub use huge::Collapsed;
 pub use layout::{DOORBELL_GPA, LayoutError, MAX_VCPUS, RamLayout, RamRegion};
+#[cfg(feature = "soft")]
 pub use linux::{ImageError, Linux, LinuxError, MAX_COMMAND_LINE};
-pub use pageferry_sbi::{Reset, ResetKind};
 pub use ram::GuestRam;
 pub use threads::{VcpuHooks, VcpuThreads};
 pub use unchecked::UncheckedRam;
-pub use vcpu::{Access, Exit, FirstInstruction, HookVerdict, Kicker, StartState, Vcpu, VcpuState};
+pub use vcpu::{
+    Access, Exit, FirstInstruction, HookVerdict, Kicker, Reset, ResetKind, StartState, Vcpu,
+    VcpuState,
+};
 pub use vcpus::{PauseReport, Vcpus};
 
 /// Runs the examples of the README.

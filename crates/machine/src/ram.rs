@@ -448,6 +448,7 @@ impl GuestRam {
     ///
     /// # Errors
     /// When the kernel refuses.
+    #[cfg(any(test, all(feature = "kvm", target_arch = "x86_64")))]
     pub(crate) fn is_hole(&self, first: RamPage, pages: u64) -> Result<bool, MachineError> {
         self.offset(first, pages);
         if self.files.is_empty() {
@@ -465,6 +466,7 @@ impl GuestRam {
     ///
     /// # Errors
     /// When the kernel refuses.
+    #[cfg(any(test, feature = "kvm", feature = "soft"))]
     pub(crate) fn is_allocated(&self, first: RamPage, pages: u64) -> Result<bool, MachineError> {
         Ok(self.allocated(first, pages)? == pages)
     }

@@ -208,7 +208,7 @@ impl VcpuThreads {
             if left.is_zero() {
                 return Err(MachineError::Timeout {
                     what: "pausing the vCPUs",
-                    millis: u64::try_from(limit.as_millis()).unwrap_or(u64::MAX),
+                    limit,
                 });
             }
             let (next, _) = self

@@ -41,6 +41,7 @@ impl<D> Translator<D> {
 
     /// The page of RAM at a host address of the engine's mapping. `None` where no slot shows it to
     /// the guest.
+    #[cfg(any(test, all(feature = "kvm", target_arch = "x86_64")))]
     pub(crate) fn page_at_hva(&mut self, hva: Hva) -> Option<RamPage> {
         let page = page_at(&self.ram, hva)?;
         let guard = self.reader.pin();

@@ -1,6 +1,6 @@
 //! The trait of vCPUs, and their exits.
 
-use crate::{MachineError, Reset};
+use crate::MachineError;
 use pageferry_addr::{Gpa, RamPage};
 use std::time::Instant;
 
@@ -50,6 +50,24 @@ pub enum Exit {
     Reset(Reset),
     /// It was kicked.
     Kicked,
+}
+
+/// The end of a guest, as it asks for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reset {
+    /// What is to follow.
+    pub kind: ResetKind,
+    /// Whether the guest calls it a failure of the system.
+    pub failure: bool,
+}
+
+/// What follows the end of a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ResetKind {
+    /// Nothing.
+    Shutdown,
+    /// A new start.
+    Reboot,
 }
 
 /// The answer of a hook.

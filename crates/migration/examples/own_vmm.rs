@@ -6,8 +6,8 @@
 
 use pageferry_addr::{Gpa, RamPage};
 use pageferry_machine::{
-    AccessError, AdoptedRegion, Apply, Device, GuestRam, Machine, MachineError, MachineKind,
-    PauseReport, VcpuState, Vcpus,
+    AccessError, AdoptedRegion, Apply, BlackoutCost, Device, GuestRam, Machine, MachineError,
+    MachineKind, PauseReport, VcpuState, Vcpus,
 };
 use pageferry_migration::{
     Destination, DestinationConfig, Listener, Resolver, Route, RunningVm, SourceConfig,
@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 
 const PAGES: u64 = 4096;
 const HALF: u64 = PAGES * 2048;
+/// The part of a blackout that this machine took on idle hosts.
+const COST: BlackoutCost = BlackoutCost::new(Duration::from_micros(300), Duration::from_micros(5));
 
 /// The whole VMM. Its vCPU has `steps` as its only register, and the device counts its rings.
 struct Vmm {
@@ -37,6 +39,9 @@ impl Machine for Vmm {
     }
     fn ram(&self) -> &Arc<GuestRam> {
         &self.ram
+    }
+    fn blackout_cost(&self) -> BlackoutCost {
+        COST
     }
 }
 
@@ -148,7 +153,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         std::thread::sleep(Duration::from_millis(100));
         let (config, session) = (SourceConfig::default(), SourceSession::new()?);
         let route = Route::To(address.parse()?);
-        return Ok(migrate(&vm, &route, b"", &config, &session, &Unobserved).map(drop)?);
+        let sent = migrate(&vm, &route, b"", &config, &session, &Unobserved)?;
+        assert!(
+            sent.blackout_forecast
+                .is_some_and(|blackout| blackout > COST.of(1))
+        );
+        return Ok(());
     }
     let (began, config) = (Instant::now(), DestinationConfig::default());
     let late = || began.elapsed() > Duration::from_secs(60);

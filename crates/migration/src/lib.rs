@@ -58,9 +58,11 @@ pub mod wire;
 
 // Hidden modules are no interface: the tests, the benchmarks and the fuzz targets use them.
 pub use channel::{
-    ChannelError, Connection, Listener, OpenError, Spinner, TLS_VERSION, TlsError, TlsFiles,
+    ChannelError, Connection, Listener, OpenError, Spinner, TLS_VERSION, Tls, TlsError,
 };
-pub use clock::{instant_ns, monotonic_ns};
+#[cfg(feature = "tls")]
+pub use channel::{Pem, TlsFiles, TlsPem};
+pub use clock::monotonic;
 pub use cpus::{CpuList, CpuListError};
 pub use destination::{
     Destination, DestinationConfig, DestinationFailure, DestinationVm, FAULT_SPIN, Incoming, Offer,

@@ -60,8 +60,8 @@ pub struct Protected {
 pub struct PhaseStart {
     /// The phase.
     pub phase: Phase,
-    /// `CLOCK_MONOTONIC`, nanoseconds.
-    pub at_ns: u64,
+    /// Its time, by [`monotonic`](crate::monotonic).
+    pub at: Duration,
 }
 
 /// The most phases that a report has. A session that is lost and resumed for days, or a peer that
@@ -72,30 +72,31 @@ impl PhaseStart {
     /// Adds a phase that starts now, unless there are too many.
     pub(crate) fn note(phases: &mut Vec<Self>, phase: Phase) {
         if phases.len() < MAX_PHASES {
-            let at_ns = crate::clock::monotonic_ns();
-            phases.push(Self { phase, at_ns });
+            let at = crate::clock::monotonic();
+            phases.push(Self { phase, at });
         }
     }
 }
 
-/// The source's report of a completed migration.
+/// The source's report of a completed migration. Its points in time are by
+/// [`monotonic`](crate::monotonic).
 #[derive(Clone, Debug)]
 pub struct SourceReport {
     /// Every phase in order, with its start: the first 2000.
     pub phases: Vec<PhaseStart>,
-    /// Nanoseconds from the first connection attempt to the confirmed end.
-    pub total_ns: u64,
+    /// From the first connection attempt to the confirmed end.
+    pub total: Duration,
     /// The time at which the first vCPU left the guest for good.
-    pub first_stop_ns: u64,
+    pub first_stop: Duration,
     /// The time at which the last vCPU did so. No guest instruction runs at the source after it.
-    pub last_stop_ns: u64,
+    pub last_stop: Duration,
     /// Whether the VM was paused by its owner, and arrived paused. Then there is no blackout, and the
     /// two times above are those of that pause.
     pub paused: bool,
     /// The time at which everything up to SwitchOver was sent.
-    pub sent_at_ns: u64,
+    pub sent_at: Duration,
     /// The time at which the destination's `Running` arrived.
-    pub confirmed_ns: u64,
+    pub confirmed: Duration,
     /// What protected the channels.
     pub protected: Protected,
     /// Pages sent.
@@ -111,8 +112,8 @@ pub struct SourceReport {
     pub page_bytes: u64,
     /// Bytes of pages sent by the background push.
     pub background_bytes: u64,
-    /// Nanoseconds from the start of the background push to its end.
-    pub background_ns: u64,
+    /// From the start of the background push to its end.
+    pub background_took: Duration,
     /// The pre-copy passes in order, at most the first 1000.
     pub passes: Vec<PassFigures>,
     /// The expected blackout, by the last forecast before the switch-over.
@@ -135,10 +136,10 @@ pub struct PassFigures {
 /// One fault on a missing page, as the destination saw it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultRecord {
-    /// The time at which the fault arrived, `CLOCK_MONOTONIC`, nanoseconds.
-    pub at_ns: u64,
-    /// The time in nanoseconds for which the vCPU was stalled.
-    pub stall_ns: u64,
+    /// The time at which the fault arrived, by [`monotonic`](crate::monotonic).
+    pub at: Duration,
+    /// The time for which the vCPU was stalled.
+    pub stall: Duration,
     /// The page.
     pub page: RamPage,
     /// The vCPU, if the fault delivery names it.
@@ -200,10 +201,15 @@ impl StallTimes {
         self.counts.len()
     }
 
-    /// The times in nanoseconds, ascending, each with its count.
-    pub fn recorded(&self) -> impl Iterator<Item = (u64, u64)> {
+    /// The times, ascending, each with its count.
+    pub fn recorded(&self) -> impl Iterator<Item = (Duration, u64)> {
         let recorded = self.counts.iter_recorded();
-        recorded.map(|v| (v.value_iterated_to(), v.count_at_value()))
+        recorded.map(|v| {
+            (
+                Duration::from_nanos(v.value_iterated_to()),
+                v.count_at_value(),
+            )
+        })
     }
 }
 
@@ -227,7 +233,8 @@ impl StallRow {
     }
 }
 
-/// The destination's report of a completed migration.
+/// The destination's report of a completed migration. Its points in time are by
+/// [`monotonic`](crate::monotonic).
 #[derive(Clone, Debug)]
 pub struct DestinationReport {
     /// Every phase in order, with its start.
@@ -237,14 +244,14 @@ pub struct DestinationReport {
     /// The fault delivery.
     pub delivery: DeliveryInUse,
     /// The time at which the destination took the VM over, and resumed the vCPUs unless `paused`.
-    pub started_ns: u64,
+    pub started: Duration,
     /// Whether the VM was paused by its owner at the source, and arrived paused. It may have been
     /// resumed since.
     pub paused: bool,
     /// The time of the first guest instruction, if the engine knows it exactly. Otherwise
-    /// [`DestinationReport::first_touch_ns`] gives a slightly later time. `None` for a VM that
+    /// [`DestinationReport::first_touch`] gives a slightly later time. `None` for a VM that
     /// arrived paused.
-    pub first_instruction_ns: Option<u64>,
+    pub first_instruction: Option<Duration>,
     /// Stalls of faults on missing pages, in nanoseconds. A stall lasts from the fault's arrival at
     /// Pageferry to the moment at which the vCPU may continue. Faults on present, unmapped pages
     /// are not included.
@@ -277,14 +284,14 @@ impl DestinationReport {
     /// The time of the first fault on a page for which `is_data` holds, among the first faults.
     ///
     /// This bounds the time of the first guest instruction from above, under two conditions:
-    /// 1. Nothing is mapped at the start (KVM).
+    /// 1. The engine maps nothing before the start.
     /// 2. `is_data` excludes the pages that a vCPU needs before its first instruction (code,
     ///    tables).
     #[must_use]
-    pub fn first_touch_ns(&self, is_data: impl Fn(RamPage) -> bool) -> Option<u64> {
+    pub fn first_touch(&self, is_data: impl Fn(RamPage) -> bool) -> Option<Duration> {
         self.first_faults
             .iter()
             .find(|f| is_data(f.page))
-            .map(|f| f.at_ns)
+            .map(|f| f.at)
     }
 }

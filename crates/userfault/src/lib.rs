@@ -8,7 +8,7 @@
 //! and tested with acquire order. A summary makes searches skip empty parts. [`PageStates`]
 //! (missing, requested, present) consists of two bitmaps. [`Waiters`] records which thread sleeps
 //! until which page arrives. [`uffd`] is the kernel's userfaultfd, for threads that touch guest
-//! memory without testing a bitmap.
+//! memory without testing a bitmap. Its docs have [the rules of faults](uffd#the-rules-of-faults).
 //!
 //! **Neighbours.** Below: `addr`, and `epoch` for an error. Above: `hypervisor`, which tests the
 //! bitmap on its fault path, and `machine`. This crate must not know vCPUs, nor the source of

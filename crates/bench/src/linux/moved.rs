@@ -113,12 +113,12 @@ impl Conditions<'_> {
         let (report, vm) = moved?;
         let sent = peer.read_figures()?;
         let first = report
-            .first_instruction_ns
+            .first_instruction
             .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;
-        let ns = first.saturating_sub(sent.last_stop_ns);
+        let blackout = first.saturating_sub(sent.last_stop);
         Ok(Moved {
             vm,
-            blackout_ms: ns as f64 / 1e6,
+            blackout_ms: blackout.as_secs_f64() * 1e3,
             page_us: report.stalls.value_at_quantile(0.5) as f64 / 1e3,
         })
     }

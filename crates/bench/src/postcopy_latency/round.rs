@@ -139,7 +139,7 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         },
     });
     let config = DestinationConfig {
-        tls,
+        tls: tls.map(Into::into),
         plain: PlainPolicy::Anywhere,
         ..DestinationConfig::default()
     };
@@ -196,7 +196,7 @@ fn seconds(report: &DestinationReport) -> Option<f64> {
         phases.find(|start| start.phase == wanted)
     };
     let (began, ended) = (at(Phase::Postcopy)?, at(Phase::Completion)?);
-    Some(ended.at_ns.saturating_sub(began.at_ns) as f64 / 1e9)
+    Some(ended.at.saturating_sub(began.at).as_secs_f64())
 }
 
 /// Exchanges bare requests and replies, as many unanswered as there are vCPUs.

@@ -2,7 +2,7 @@
 
 use super::change::ChangeOptions;
 use pageferry_migration::{
-    CpuList, CpuListError, Limits, PlainPolicy, Settings, SourceConfig, Switch, TlsFiles,
+    CpuList, CpuListError, Limits, PlainPolicy, Settings, SourceConfig, Switch, Tls, TlsFiles,
 };
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -37,14 +37,15 @@ impl TlsOptions {
     }
 }
 
-impl From<&TlsOptions> for TlsFiles {
+impl From<&TlsOptions> for Tls {
     fn from(options: &TlsOptions) -> Self {
-        Self {
+        TlsFiles {
             cert: options.cert.clone(),
             key: options.key.clone(),
             ca: options.ca.clone(),
             peer_name: options.peer_name.clone(),
         }
+        .into()
     }
 }
 

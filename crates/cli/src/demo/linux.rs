@@ -13,7 +13,7 @@ use crate::report::GuestView;
 use crate::run::Kernel;
 use crate::signals::Interrupts;
 use crate::vm::Vm;
-use pageferry_migration::monotonic_ns;
+use pageferry_migration::monotonic;
 use std::time::{Duration, Instant};
 
 /// The kernel's command line: the load, and no messages that are no complaints.
@@ -114,7 +114,7 @@ impl Here {
 
     /// The move begins.
     pub(super) fn begin(&mut self) {
-        self.hearing.begin(monotonic_ns());
+        self.hearing.begin(monotonic().as_nanos() as u64);
     }
 
     /// The VM has left, and all of it is at the destination.
@@ -123,7 +123,7 @@ impl Here {
         for line in &lines {
             self.hearing.hear(line);
         }
-        self.hearing.finish(monotonic_ns());
+        self.hearing.finish(monotonic().as_nanos() as u64);
         There {
             console: self.there,
             hearing: self.hearing,

@@ -8,7 +8,7 @@
 
 use crate::exit::Failure;
 use pageferry_machine::Console;
-use pageferry_migration::monotonic_ns;
+use pageferry_migration::monotonic;
 use std::io::Read;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -163,7 +163,7 @@ struct Sorter {
 impl Sorter {
     /// Returns whether anybody still wants lines.
     fn add(&mut self, bytes: &[u8]) -> bool {
-        let at_ns = monotonic_ns();
+        let at_ns = monotonic().as_nanos() as u64;
         let mut wanted = true;
         self.splitter.add(bytes, |text| {
             self.heard.fetch_add(1, Ordering::Release);

@@ -135,7 +135,8 @@ impl Page {
         let (mut count, mut sum) = (0, 0.0);
         for times in times {
             sum += times.sum.as_secs_f64();
-            for (ns, more) in times.recorded() {
+            for (time, more) in times.recorded() {
+                let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
                 count += more;
                 if let Some(at) = BOUNDS_NS.iter().position(|bound| ns <= *bound) {
                     buckets[at] += more;

@@ -15,6 +15,7 @@ use pageferry_machine::{Backing, Delivery, DeliveryTrial, Engine, EngineChoice, 
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
+use std::time::Duration;
 
 /// The grade of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -62,7 +63,7 @@ impl Choice {
 }
 
 fn fastest(trial: &DeliveryTrial) -> Option<&'static str> {
-    let (delivery, _) = trial.microseconds.first()?;
+    let (delivery, _) = trial.per_fault.first()?;
     Some(delivery.name())
 }
 
@@ -124,13 +125,18 @@ fn as_json(findings: &[Finding], choice: &Choice) -> Value {
             "trials": choice.trials.iter().map(|trial| json!({
                 "vcpus": trial.vcpus,
                 "cores": trial.cores,
-                "results": trial.microseconds.iter()
-                    .map(|(delivery, us)| json!({"delivery": delivery.name(), "microseconds": us}))
+                "results": trial.per_fault.iter()
+                    .map(|(delivery, time)| json!({"delivery": delivery.name(), "microseconds": us(*time)}))
                     .collect::<Vec<_>>(),
             })).collect::<Vec<_>>(),
         },
         "conditions": crate::report::Conditions::here("none"),
     })
+}
+
+/// A time in microseconds.
+fn us(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
 }
 
 fn as_text(findings: &[Finding], choice: &Choice) -> String {
@@ -160,8 +166,8 @@ fn as_text(findings: &[Finding], choice: &Choice) -> String {
             "with {} vCPUs on {} cores, microseconds a page:",
             trial.vcpus, trial.cores
         );
-        for (delivery, us) in &trial.microseconds {
-            let _ = write!(out, " {delivery} {us:.1}");
+        for (delivery, time) in &trial.per_fault {
+            let _ = write!(out, " {delivery} {:.1}", us(*time));
         }
         out.push('\n');
     }

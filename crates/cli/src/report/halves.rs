@@ -7,7 +7,7 @@ use pageferry_addr::RamPage;
 use pageferry_machine::Backing;
 use pageferry_migration::{
     DestinationReport, PageCounts, PassFigures, PhaseStart, PrefetchCounts, Protected,
-    SourceReport, StallRow, StallStage, TLS_VERSION,
+    SourceReport, StallRow, StallStage, StallTimes, TLS_VERSION,
 };
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -80,7 +80,7 @@ impl From<&PhaseStart> for PhaseAt {
         Self {
             name: start.phase.name().into(),
             label: start.phase.to_string(),
-            at_ns: start.at_ns,
+            at_ns: ns(start.at),
         }
     }
 }
@@ -172,10 +172,10 @@ impl Sent {
     pub(crate) fn new(report: &SourceReport, backing: Backing, samples: Vec<Sample>) -> Self {
         Self {
             phases: report.phases.iter().map(PhaseAt::from).collect(),
-            total_ns: report.total_ns,
-            first_stop_ns: report.first_stop_ns,
-            last_stop_ns: report.last_stop_ns,
-            confirmed_ns: report.confirmed_ns,
+            total_ns: ns(report.total),
+            first_stop_ns: ns(report.first_stop),
+            last_stop_ns: ns(report.last_stop),
+            confirmed_ns: ns(report.confirmed),
             protection: (&report.protected).into(),
             paused: report.paused,
             pages: report.pages.into(),
@@ -188,7 +188,7 @@ impl Sent {
             missing_at_start: report.missing_at_start,
             page_bytes: report.page_bytes,
             background_bytes: report.background_bytes,
-            background_ns: report.background_ns,
+            background_ns: ns(report.background_took),
             passes: passes(&report.passes),
             blackout_forecast_ns: report.blackout_forecast.map(ns),
             notes: report.notes.clone(),
@@ -267,19 +267,19 @@ impl Received {
             .map(|v| (v.value_iterated_to(), v.count_at_value()));
         let rows = &report.stall_rows;
         let of_stage = |stage: StallStage| {
-            let all = rows.iter().flat_map(|row| row.stage(stage).recorded());
+            let all = rows.iter().flat_map(|row| pairs_of(row.stage(stage)));
             (stage.name().to_owned(), Stalls::new(all))
         };
-        let by_vcpu = |row: &StallRow| (row.vcpu, Stalls::new(row.whole.recorded()));
+        let by_vcpu = |row: &StallRow| (row.vcpu, Stalls::new(pairs_of(&row.whole)));
         Self {
             phases: report.phases.iter().map(PhaseAt::from).collect(),
             delivery: report.delivery.delivery.name().into(),
             delivery_because: report.delivery.because.clone(),
-            started_ns: report.started_ns,
+            started_ns: ns(report.started),
             protection: (&report.protected).into(),
             paused: report.paused,
-            first_instruction_ns: report.first_instruction_ns,
-            first_touch_ns: report.first_touch_ns(is_data),
+            first_instruction_ns: report.first_instruction.map(ns),
+            first_touch_ns: report.first_touch(is_data).map(ns),
             stalls: Stalls::new(pairs),
             stall_stages: StallStage::ALL.map(of_stage).into(),
             stalls_by_vcpu: rows.iter().map(by_vcpu).collect(),
@@ -292,6 +292,11 @@ impl Received {
             samples: Vec::new(),
         }
     }
+}
+
+/// The nanoseconds of times, each with its count.
+fn pairs_of(times: &StallTimes) -> impl Iterator<Item = (u64, u64)> {
+    times.recorded().map(|(time, count)| (ns(time), count))
 }
 
 fn ns(time: std::time::Duration) -> u64 {

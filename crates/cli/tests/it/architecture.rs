@@ -97,6 +97,37 @@ fn the_table_of_dependencies_is_that_of_the_manifests() {
     assert_eq!(documented, real);
 }
 
+/// The Rust files below `folder`, with their texts.
+fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
+    let mut found = Vec::new();
+    let mut entries: Vec<_> = std::fs::read_dir(folder)
+        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    entries.sort();
+    for path in entries {
+        if path.is_dir() {
+            found.extend(sources(&path));
+        } else if path.extension().is_some_and(|end| end == "rs") {
+            let text = std::fs::read_to_string(&path).unwrap();
+            found.push((path, text));
+        }
+    }
+    found
+}
+
+#[test]
+fn the_migration_names_no_engine() {
+    for (path, text) in sources(&root().join("crates/migration/src")) {
+        for (at, line) in text.lines().enumerate() {
+            let line = line.to_lowercase();
+            let named = ["kvm", "\"soft\"", "soft engine", "engine::soft"];
+            let named = named.iter().find(|name| line.contains(*name));
+            assert_eq!(named, None, "{}:{}: {line}", path.display(), at + 1);
+        }
+    }
+}
+
 #[test]
 fn the_code_map_names_files_that_exist() {
     for row in table("| crate | question | where to start |") {

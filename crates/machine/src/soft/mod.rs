@@ -26,9 +26,9 @@ mod vcpu;
 use crate::access::{Extent, Store};
 use crate::huge::{self, whole_range};
 use crate::{
-    AccessError, ArmOptions, Collapsed, Console, Delivery, Engine, FaultEvents, GuestRam,
-    LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine, RamLayout,
-    RamRegion, Vcpu,
+    AccessError, ArmOptions, BlackoutCost, Collapsed, Console, Delivery, Engine, FaultEvents,
+    GuestRam, LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine,
+    RamLayout, RamRegion, Vcpu,
 };
 use core::ops::Range;
 use harts::Harts;
@@ -39,6 +39,7 @@ use pageferry_hypervisor::{
 };
 use pageferry_userfault::PageBitmap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use vcpu::SoftVcpu;
 
 pub use pageferry_hypervisor::LrSc;
@@ -206,6 +207,10 @@ fn slot_id(region: &RamRegion) -> u16 {
 }
 
 impl Machine for SoftMachine {
+    fn blackout_cost(&self) -> BlackoutCost {
+        BlackoutCost::new(Duration::from_micros(550), Duration::from_micros(5))
+    }
+
     fn kind(&self) -> MachineKind<'_> {
         Engine::Soft.kind()
     }

@@ -6,7 +6,10 @@ use super::harts::{Harts, Start};
 use super::memory::alias_mapping;
 use super::state::{decode, encode};
 use crate::translate::Translator;
-use crate::{Access, Exit, FirstInstruction, Kicker, MachineError, StartState, Vcpu, VcpuState};
+use crate::{
+    Access, Exit, FirstInstruction, Kicker, MachineError, Reset, ResetKind, StartState, Vcpu,
+    VcpuState,
+};
 use pageferry_hypervisor::hart::{self, Hart, RunState};
 use pageferry_hypervisor::{self as hypervisor, KickHandle, SlotData, VcpuCore};
 use pageferry_sbi::{Call, Next, serve};
@@ -134,7 +137,13 @@ impl SoftVcpu {
             // A hart that is entered again, here or elsewhere, asks again.
             Ok(Next::Reset(reset)) => {
                 self.step_back();
-                return Some(Exit::Reset(reset));
+                return Some(Exit::Reset(Reset {
+                    kind: match reset.kind {
+                        pageferry_sbi::ResetKind::Shutdown => ResetKind::Shutdown,
+                        pageferry_sbi::ResetKind::Reboot => ResetKind::Reboot,
+                    },
+                    failure: reset.failure,
+                }));
             }
             Err(Missing { page, access }) => {
                 self.step_back();

@@ -133,9 +133,8 @@ impl Vcpus for Vmm {
         // A signal that comes before the vCPU enters the guest has no effect: so more follow.
         while self.vcpu.try_lock().is_err() {
             if began.elapsed() > limit {
-                let millis = limit.as_millis() as u64;
                 let what = "leaving the guest";
-                return Err(MachineError::Timeout { what, millis });
+                return Err(MachineError::Timeout { what, limit });
             }
             let thread = *self.thread.get().expect("it runs");
             // SAFETY: the thread never ends, and the signal has a handler.

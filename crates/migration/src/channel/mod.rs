@@ -34,5 +34,7 @@ pub use error::{AdoptError, ChannelError, OpenError};
 pub use listener::Listener;
 pub use raw::RawSlice;
 pub use spinner::Spinner;
-pub use tls::{TLS_VERSION, TlsConfig, TlsError, TlsFiles};
+#[cfg(feature = "tls")]
+pub use tls::{Pem, TlsFiles, TlsPem};
+pub use tls::{TLS_VERSION, Tls, TlsConfig, TlsError};
 pub use wait::{Wait, WaitPolicy};

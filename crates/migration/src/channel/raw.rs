@@ -7,6 +7,9 @@
 //! A reference to guest memory would claim that no thread writes it. This is false while a guest
 //! runs. So callers pass addresses and keep the contracts stated here.
 
+#[cfg(feature = "tls")]
+mod copies;
+
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -106,47 +109,6 @@ impl<'a> Cursor<'a> {
         (window, self.pieces.len().min(PIECES))
     }
 
-    /// Lets `read` fill the rest of the current piece. Returns the number of bytes that it wrote.
-    ///
-    /// # Safety
-    /// Each piece is mapped writable memory that nothing else reads or writes during the call, and
-    /// to which no reference exists.
-    pub(super) unsafe fn fill(
-        &mut self,
-        read: impl FnOnce(&mut [u8]) -> io::Result<usize>,
-    ) -> io::Result<usize> {
-        let Some(piece) = self.pieces.first() else {
-            return Ok(0);
-        };
-        let start = piece.start.wrapping_add(self.offset);
-        // SAFETY: the rest of the piece is in mapped memory that nothing else uses (the caller's
-        // contract). Mapped memory holds initialized bytes.
-        let rest = unsafe { core::slice::from_raw_parts_mut(start, piece.len - self.offset) };
-        let bytes = read(rest)?;
-        self.advance(bytes);
-        Ok(bytes)
-    }
-
-    /// Copies the next bytes into `buf`, without moving the position. Returns their number.
-    ///
-    /// # Safety
-    /// Each piece is mapped readable memory.
-    pub(super) unsafe fn copy_out(&self, buf: &mut [u8]) -> usize {
-        let (mut filled, mut offset) = (0, self.offset);
-        for piece in self.pieces {
-            let len = (piece.len - offset).min(buf.len() - filled);
-            let start = piece.start.wrapping_add(offset);
-            // SAFETY: `len` bytes from `start` lie in the piece.
-            unsafe { copy_shared(start, &mut buf[filled..filled + len]) };
-            filled += len;
-            offset = 0;
-            if filled == buf.len() {
-                break;
-            }
-        }
-        filled
-    }
-
     /// Receives the bytes that have arrived into the pieces, without waiting. Returns 0 if the peer
     /// closed.
     ///
@@ -195,41 +157,6 @@ pub(super) fn unacknowledged(fd: BorrowedFd<'_>) -> u64 {
     }
 }
 
-/// Copies memory that other threads may write meanwhile. `buf` then has a mixture of old and new
-/// bytes.
-///
-/// # Safety
-/// `from` is the start of mapped readable memory of `buf`'s length.
-#[cfg(target_arch = "x86_64")]
-unsafe fn copy_shared(from: *const u8, buf: &mut [u8]) {
-    // SAFETY: reads `buf`'s length from `from`, which the caller vouches for, and writes `buf`. The
-    // compiler sees neither a load nor a reference of the shared memory, so a race is no more than
-    // a mixture of bytes. The direction flag is clear by the ABI.
-    unsafe {
-        core::arch::asm!(
-            "rep movsb",
-            inout("rcx") buf.len() => _,
-            inout("rsi") from => _,
-            inout("rdi") buf.as_mut_ptr() => _,
-            options(nostack, preserves_flags)
-        );
-    }
-}
-
-/// The same with atomic loads, which may race with writes.
-///
-/// # Safety
-/// `from` is the start of mapped readable memory of `buf`'s length.
-#[cfg(not(target_arch = "x86_64"))]
-unsafe fn copy_shared(from: *const u8, buf: &mut [u8]) {
-    use crate::sync::{AtomicU8, Ordering};
-    for (at, byte) in buf.iter_mut().enumerate() {
-        // SAFETY: the byte lies in the memory of the caller's contract.
-        let place = unsafe { AtomicU8::from_ptr(from.wrapping_add(at).cast_mut()) };
-        *byte = place.load(Ordering::Relaxed);
-    }
-}
-
 /// Returns a message of these pieces, without an address and without control data.
 fn message(window: &mut [libc::iovec]) -> libc::msghdr {
     // SAFETY: all fields of `msghdr` are integers and pointers, for which zero is a valid value.
@@ -242,43 +169,6 @@ fn message(window: &mut [libc::iovec]) -> libc::msghdr {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn bytes_are_copied_out_across_pieces_whatever_their_alignment() {
-        let bytes: Vec<u8> = (0..100).collect();
-        let (a, b) = bytes[1..].split_at(37);
-        let pieces = [RawSlice::of(a), RawSlice::of(&[]), RawSlice::of(b)];
-        let mut cursor = Cursor::new(&pieces);
-        cursor.advance(5);
-        for len in [0, 7, 50, 94] {
-            let mut buf = vec![0; len];
-            // SAFETY: the pieces are borrowed for the whole call.
-            assert_eq!(unsafe { cursor.copy_out(&mut buf) }, len);
-            assert_eq!(buf, bytes[6..6 + len]);
-        }
-        // SAFETY: as above.
-        assert_eq!(unsafe { cursor.copy_out(&mut [0; 200]) }, 94);
-    }
-
-    #[test]
-    fn a_cursor_is_filled_piece_by_piece() {
-        let (mut a, mut b) = ([0; 3], [0; 5]);
-        let pieces = [RawSlice::of_mut(&mut a), RawSlice::of_mut(&mut b)];
-        let mut cursor = Cursor::new(&pieces);
-        let mut lens = Vec::new();
-        while cursor.left() > 0 {
-            let read = |piece: &mut [u8]| {
-                lens.push(piece.len());
-                let len = piece.len().min(2);
-                piece[..len].fill(lens.len() as u8);
-                Ok(len)
-            };
-            // SAFETY: until the end of the loop, the arrays are only reached through `pieces`.
-            unsafe { cursor.fill(read) }.unwrap();
-        }
-        assert_eq!(lens, [3, 1, 5, 3, 1]);
-        assert_eq!((a, b), ([1, 1, 2], [3, 3, 4, 4, 5]));
-    }
 
     #[test]
     fn a_cursor_skips_whole_pieces_and_keeps_the_offset_in_the_next() {

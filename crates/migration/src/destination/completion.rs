@@ -1,7 +1,7 @@
 //! The end of a session at the destination, and its report.
 
 use super::{DestinationFailure, DestinationReport, DestinationVm, Stage, Supervisor};
-use crate::clock::instant_ns;
+use crate::clock::monotonic_at;
 use crate::devices;
 use crate::error::MigrationError;
 use crate::phase::Phase;
@@ -208,9 +208,9 @@ impl Supervisor<'_, '_, '_> {
                 .machine
                 .delivery()
                 .unwrap_or_else(|| self.postcopy.delivery.clone()),
-            started_ns: self.started_ns,
+            started: self.started,
             paused: self.loading.is_paused(),
-            first_instruction_ns: first.map(instant_ns),
+            first_instruction: first.map(monotonic_at),
             stalls,
             stall_rows: self.core.stalls.rows(),
             faults,

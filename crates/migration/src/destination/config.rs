@@ -1,6 +1,6 @@
 //! The destination's configuration, the offer of a source, and the report of a failed migration.
 
-use crate::channel::TlsFiles;
+use crate::channel::Tls;
 use crate::cpus::CpuList;
 use crate::error::MigrationError;
 use crate::handshake::PlainPolicy;
@@ -27,8 +27,8 @@ pub struct DestinationConfig {
     pub cpus: Option<CpuList>,
     /// The limits of silence.
     pub limits: Limits,
-    /// The files for TLS. `None`: without TLS.
-    pub tls: Option<TlsFiles>,
+    /// The certificates for TLS. `None`: without TLS.
+    pub tls: Option<Tls>,
     /// Where channels without TLS may come from.
     pub plain: PlainPolicy,
 }
@@ -83,8 +83,9 @@ pub enum DestinationVm {
     PausedIncomplete {
         /// The number of missing pages.
         missing: u64,
-        /// The number of vCPUs that sleep inside KVM on a missing page. They stand still, but have
-        /// not left the guest. KVM with shadow paging sleeps so while it reads a page table.
+        /// The number of vCPUs that sleep in the hypervisor on a missing page. They stand still, but have
+        /// not left the guest. A hypervisor with shadow paging sleeps so while it reads a page
+        /// table.
         asleep: usize,
     },
 }
@@ -99,7 +100,7 @@ impl fmt::Display for DestinationVm {
             ),
             Self::PausedIncomplete { missing, asleep } => write!(
                 f,
-                "the VM stands still here with {missing} pages missing; it cannot continue without them; {asleep} of its vCPUs sleep inside KVM on such pages"
+                "the VM stands still here with {missing} pages missing; it cannot continue without them; {asleep} of its vCPUs sleep in the hypervisor on such pages"
             ),
         }
     }

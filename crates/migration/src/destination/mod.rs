@@ -271,7 +271,7 @@ struct Supervisor<'s, 'e, 'a> {
     kept_time: Instant,
     events: VecDeque<Event>,
     phases: Vec<PhaseStart>,
-    started_ns: u64,
+    started: Duration,
     /// The data pages that came before the guest ran here.
     precopy_data: u64,
 }
@@ -385,7 +385,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ToSource::SetupAck => Frame::SetupAck,
             ToSource::Ready => Frame::Ready,
             ToSource::Running => Frame::Running {
-                started_at_ns: self.started_ns,
+                started_at_ns: self.started.as_nanos() as u64,
             },
             ToSource::Resumed(_) => return,
             ToSource::DrainAck => Frame::DrainAck {

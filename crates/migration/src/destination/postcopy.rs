@@ -173,9 +173,9 @@ pub(super) fn run<'a>(
             events: VecDeque::from([Event::Built]),
             phases: vec![PhaseStart {
                 phase: Phase::Setup,
-                at_ns: incoming.began_ns,
+                at: incoming.began,
             }],
-            started_ns: 0,
+            started: Duration::ZERO,
             precopy_data: 0,
         };
         supervisor.run()

@@ -5,7 +5,7 @@ use super::config::{DestinationFailure, Offer};
 use super::desk::{Candidate, Chosen};
 use super::resolver::Resolver;
 use super::{Destination, postcopy};
-use crate::clock::monotonic_ns;
+use crate::clock::monotonic;
 use crate::control::ControlLink;
 use crate::cpus::Pinned;
 use crate::devices::DeviceStates;
@@ -28,7 +28,7 @@ pub struct Incoming {
     pub(super) control: Option<ControlLink>,
     pub(super) offer: Offer,
     pub(super) setup: Setup,
-    pub(super) began_ns: u64,
+    pub(super) began: Duration,
 }
 
 /// See [`Destination::accept`].
@@ -73,7 +73,7 @@ pub(super) fn accept(
             guest: setup.description.clone(),
         },
         setup,
-        began_ns: monotonic_ns(),
+        began: monotonic(),
     })
 }
 

@@ -8,6 +8,7 @@ use hdrhistogram::Histogram;
 use pageferry_addr::RamPage;
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// The longest recorded stall: 1000 s, in nanoseconds. Longer stalls count as this.
 const MAX_STALL_NS: u64 = 1_000_000_000_000;
@@ -34,7 +35,8 @@ struct StallRecords {
 
 impl StallRecords {
     fn add(&mut self, record: FaultRecord) {
-        self.stalls.saturating_record(record.stall_ns.max(1));
+        self.stalls
+            .saturating_record((record.stall.as_nanos() as u64).max(1));
         if self.faults.len() < self.limit {
             self.faults.push(record);
         }
@@ -90,8 +92,8 @@ impl Stalls {
         let mut first = lock(&self.first);
         if first.len() < DestinationReport::MAX_FIRST_FAULTS {
             first.push(FaultRecord {
-                at_ns,
-                stall_ns: 0,
+                at: Duration::from_nanos(at_ns),
+                stall: Duration::ZERO,
                 page,
                 vcpu,
             });
@@ -108,12 +110,11 @@ impl Stalls {
     /// Records that a vCPU waited for `page` from `at_ns` until now.
     pub(crate) fn vcpu_waited(&self, vcpu: u32, page: RamPage, at_ns: u64) {
         let now = monotonic_ns();
-        let stall_ns = now.saturating_sub(at_ns);
         let times = self.marks.times(page);
         self.rows[vcpu as usize].record(at_ns, now, times, Some(now));
         lock(&self.records[vcpu as usize]).add(FaultRecord {
-            at_ns,
-            stall_ns,
+            at: Duration::from_nanos(at_ns),
+            stall: Duration::from_nanos(now.saturating_sub(at_ns)),
             page,
             vcpu: Some(vcpu),
         });
@@ -143,8 +144,8 @@ impl Stalls {
                 let times = (pages == 1).then(|| self.marks.times(RamPage(page)));
                 self.rows[last].record(at_ns, now, times.flatten(), None);
                 lock(&self.records[last]).add(FaultRecord {
-                    at_ns,
-                    stall_ns: now.saturating_sub(at_ns),
+                    at: Duration::from_nanos(at_ns),
+                    stall: Duration::from_nanos(now.saturating_sub(at_ns)),
                     page: RamPage(page),
                     vcpu: None,
                 });
@@ -184,7 +185,7 @@ impl Stalls {
                 .expect("both have the same bounds");
             faults.extend_from_slice(&of_thread.faults);
         }
-        faults.sort_unstable_by_key(|f| f.at_ns);
+        faults.sort_unstable_by_key(|f| f.at);
         (
             stalls,
             faults,
@@ -211,6 +212,9 @@ mod tests {
         assert!(!stalls.any_open());
         let (histogram, faults, ..) = stalls.collect();
         assert_eq!(histogram.len(), 1);
-        assert_eq!((faults[0].page, faults[0].at_ns), (page, 1));
+        assert_eq!(
+            (faults[0].page, faults[0].at),
+            (page, Duration::from_nanos(1))
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! Switch-over at the destination: everything that the guest needs to run is loaded.
 
 use super::{Stage, Supervisor};
-use crate::clock::monotonic_ns;
+use crate::clock::monotonic;
 use crate::devices::{self, DeviceStates};
 use crate::error::MigrationError;
 use crate::phase::Phase;
@@ -129,7 +129,7 @@ impl Supervisor<'_, '_, '_> {
     /// paused. All else is as for a guest that runs: its owner may resume it at any time.
     pub(super) fn start_guest(&mut self) {
         debug_assert_eq!(self.state.stage, Stage::Running);
-        self.started_ns = monotonic_ns();
+        self.started = monotonic();
         self.core.begin_requests();
         for apply in self.loading.decoded.drain(..) {
             apply();

@@ -1,6 +1,6 @@
 //! The protection of connections against other hosts.
 
-use crate::channel::{TlsConfig, TlsFiles};
+use crate::channel::{Tls, TlsConfig};
 use crate::error::MigrationError;
 
 /// The protection of a side's connections.
@@ -22,16 +22,16 @@ pub enum PlainPolicy {
     Anywhere,
 }
 
-/// Returns the protection of a session: TLS by the files, which are read now, or `plain`.
+/// Returns the protection of a session: TLS by the certificates, which are read now, or `plain`.
 ///
 /// # Errors
-/// When the files do not serve.
+/// When the certificates do not serve.
 pub(crate) fn protection(
-    files: Option<&TlsFiles>,
+    tls: Option<&Tls>,
     plain: PlainPolicy,
 ) -> Result<Protection, MigrationError> {
-    Ok(match files {
-        Some(files) => Protection::Tls(files.load().map_err(crate::channel::ChannelError::from)?),
+    Ok(match tls {
+        Some(tls) => Protection::Tls(tls.load().map_err(crate::channel::ChannelError::from)?),
         None => Protection::Plain(plain),
     })
 }

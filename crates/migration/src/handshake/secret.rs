@@ -2,7 +2,8 @@
 
 use core::fmt;
 
-use ring::hmac;
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
 use std::io;
 
 use crate::wire::{HELLO_BYTES, PROOF_BYTES, SECRET_BYTES, SessionId, Side};
@@ -56,9 +57,7 @@ impl Secret {
 
     /// Returns the proof of `side`.
     pub(super) fn prove(&self, side: Side, transcript: &Transcript) -> [u8; PROOF_BYTES] {
-        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0);
-        let tag = hmac::sign(&key, &covered(side, transcript));
-        tag.as_ref().try_into().expect("a tag of SHA-256")
+        self.mac(side, transcript).finalize().into_bytes().into()
     }
 
     /// Whether `proof` is that of `side`. Takes the same time for every proof.
@@ -68,8 +67,12 @@ impl Secret {
         transcript: &Transcript,
         proof: &[u8; PROOF_BYTES],
     ) -> bool {
-        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0);
-        hmac::verify(&key, &covered(side, transcript), proof).is_ok()
+        self.mac(side, transcript).verify_slice(proof).is_ok()
+    }
+
+    fn mac(&self, side: Side, transcript: &Transcript) -> Hmac<Sha256> {
+        let mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
+        mac.chain_update(covered(side, transcript))
     }
 }
 

@@ -3,7 +3,7 @@
 use super::prefetch::Prefetch;
 use super::shared::Mode;
 use super::{SourceFailure, SourceVm, Supervisor};
-use crate::clock::monotonic_ns;
+use crate::clock::monotonic;
 use crate::error::MigrationError;
 use crate::phase::Phase;
 use crate::protocol_error::ProtocolError;
@@ -14,7 +14,7 @@ use crate::session::source::{End, Stage};
 use crate::status::SessionStatus;
 use crate::sync::Ordering;
 use pageferry_addr::PAGE_SIZE;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::SourceConfig;
 
@@ -22,14 +22,14 @@ pub(super) fn new_report() -> SourceReport {
     SourceReport {
         phases: vec![PhaseStart {
             phase: Phase::Setup,
-            at_ns: monotonic_ns(),
+            at: monotonic(),
         }],
-        total_ns: 0,
-        first_stop_ns: 0,
-        last_stop_ns: 0,
+        total: Duration::ZERO,
+        first_stop: Duration::ZERO,
+        last_stop: Duration::ZERO,
         paused: false,
-        sent_at_ns: 0,
-        confirmed_ns: 0,
+        sent_at: Duration::ZERO,
+        confirmed: Duration::ZERO,
         protected: Protected::default(),
         pages: PageCounts::default(),
         prefetch: PrefetchCounts::default(),
@@ -37,7 +37,7 @@ pub(super) fn new_report() -> SourceReport {
         missing_at_start: 0,
         page_bytes: 0,
         background_bytes: 0,
-        background_ns: 0,
+        background_took: Duration::ZERO,
         passes: Vec::new(),
         blackout_forecast: None,
         notes: Vec::new(),
@@ -182,10 +182,9 @@ impl Supervisor<'_, '_, '_> {
         self.report.page_bytes = self.shared.ledger.acknowledged_bytes();
         self.report.background_bytes = background * PAGE_SIZE;
         if let (Some(began), Some(ended)) = (self.precopy.postcopy_began, self.precopy.push_ended) {
-            self.report.background_ns = ended.saturating_duration_since(began).as_nanos() as u64;
+            self.report.background_took = ended.saturating_duration_since(began);
         }
-        let began_ns = self.report.phases[0].at_ns;
-        self.report.total_ns = monotonic_ns() - began_ns;
+        self.report.total = monotonic().saturating_sub(self.report.phases[0].at);
         self.report.clone()
     }
 }

@@ -2,7 +2,7 @@
 
 use super::settings::Settings;
 use crate::address::Address;
-use crate::channel::{Connection, TlsFiles};
+use crate::channel::{Connection, Tls};
 use crate::cpus::CpuList;
 use crate::error::MigrationError;
 use crate::handshake::PlainPolicy;
@@ -45,8 +45,8 @@ pub struct SourceConfig {
     pub setup_limit: Duration,
     /// The limits of silence.
     pub limits: Limits,
-    /// The files for TLS. `None`: without TLS.
-    pub tls: Option<TlsFiles>,
+    /// The certificates for TLS. `None`: without TLS.
+    pub tls: Option<Tls>,
     /// Where channels without TLS may lead.
     pub plain: PlainPolicy,
 }

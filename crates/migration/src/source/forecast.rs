@@ -2,10 +2,11 @@
 //!
 //! **Mechanism.** The forecast adds the parts of a blackout. The source measures what it can
 //! while the guest runs: a harvest of the dirty log, the round trip, the rate of the link, and the
-//! runs that the guest dirties right after a harvest. The rest are constants of each engine: what
-//! the two sides took on two cores that nobody else used. On busy cores each of the threads that
+//! runs that the guest dirties right after a harvest. The rest is what the machine says of itself
+//! ([`BlackoutCost`]): what the two sides took on cores that nobody else used. On busy cores each of the threads that
 //! wake in the blackout may wait for a core, which takes longer than forecast.
 
+use pageferry_machine::BlackoutCost;
 use std::time::Duration;
 
 /// The bytes of a run of missing pages: two short numbers.
@@ -13,9 +14,9 @@ const RUN_BYTES: f64 = 3.0;
 
 /// The basis of a forecast.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Basis<'a> {
-    /// The name of the engine.
-    pub(super) engine: &'a str,
+pub(super) struct Basis {
+    /// The parts of the machine.
+    pub(super) cost: BlackoutCost,
     pub(super) vcpus: usize,
     /// The least round trip to the destination's threads and back.
     pub(super) round_trip: Duration,
@@ -27,39 +28,15 @@ pub(super) struct Basis<'a> {
     pub(super) link_rate: Option<u64>,
 }
 
-/// The times that an engine takes, where no source can measure them before.
-struct Constants {
-    /// Both sides, without the vCPUs: stopping, freezing memory, loading, resuming.
-    fixed: Duration,
-    /// Saving, sending and restoring a vCPU.
-    vcpu: Duration,
-}
-
-/// An engine that was never measured counts as KVM, the slower one.
-fn constants(engine: &str) -> Constants {
-    match engine {
-        "soft" => Constants {
-            fixed: Duration::from_micros(550),
-            vcpu: Duration::from_micros(5),
-        },
-        _ => Constants {
-            fixed: Duration::from_micros(700),
-            vcpu: Duration::from_micros(220),
-        },
-    }
-}
-
 /// From the last guest instruction at the source to the first at the destination.
-pub(super) fn blackout(basis: &Basis<'_>) -> Duration {
-    let Constants { fixed, vcpu } = constants(basis.engine);
-    let vcpus = u32::try_from(basis.vcpus).unwrap_or(u32::MAX);
+pub(super) fn blackout(basis: &Basis) -> Duration {
     // SwitchOver, `Ready` and `Go` each cross the link once.
     let crossings = basis.round_trip * 3 / 2;
     let runs = match basis.link_rate {
         Some(rate @ 1..) => basis.runs as f64 * RUN_BYTES / rate as f64,
         _ => 0.0,
     };
-    fixed + vcpu.saturating_mul(vcpus) + basis.harvest + crossings + Duration::from_secs_f64(runs)
+    basis.cost.of(basis.vcpus) + basis.harvest + crossings + Duration::from_secs_f64(runs)
 }
 
 #[cfg(all(test, not(shuttle)))]
@@ -70,7 +47,7 @@ mod tests {
     fn each_part_counts() {
         let ms = Duration::from_millis;
         let least = Basis {
-            engine: "soft",
+            cost: BlackoutCost::new(Duration::from_micros(500), Duration::from_micros(7)),
             vcpus: 1,
             round_trip: Duration::ZERO,
             harvest: Duration::ZERO,
@@ -78,8 +55,8 @@ mod tests {
             link_rate: None,
         };
         let floor = blackout(&least);
-        assert!(floor > Duration::ZERO && floor < ms(1), "{floor:?}");
-        let more = |change: fn(&mut Basis<'_>)| {
+        assert_eq!(floor, Duration::from_micros(507));
+        let more = |change: fn(&mut Basis)| {
             let mut basis = least;
             change(&mut basis);
             blackout(&basis) - floor
@@ -87,10 +64,10 @@ mod tests {
         assert_eq!(more(|b| b.round_trip = Duration::from_millis(100)), ms(150));
         assert_eq!(more(|b| b.harvest = Duration::from_millis(2)), ms(2));
         // 30 000 bytes at 1 MB/s, and a link that is not measured.
-        let runs = |b: &mut Basis<'_>| (b.runs, b.link_rate) = (10_000, Some(1_000_000));
+        let runs = |b: &mut Basis| (b.runs, b.link_rate) = (10_000, Some(1_000_000));
         assert_eq!(more(runs), ms(30));
         assert_eq!(more(|b| b.runs = 10_000), Duration::ZERO);
-        assert!(more(|b| b.vcpus = 9) > more(|b| b.vcpus = 2));
-        assert!(more(|b| b.engine = "another") > Duration::ZERO);
+        assert_eq!(more(|b| b.vcpus = 9), Duration::from_micros(7 * 8));
+        assert_eq!(more(|b| b.cost.fixed += Duration::from_millis(3)), ms(3));
     }
 }

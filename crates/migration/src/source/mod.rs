@@ -64,7 +64,7 @@ pub use urgent::URGENT_SPIN;
 
 use self::recovery::Channels;
 use self::shared::{Letter, Mode, Shared};
-use crate::clock::monotonic_ns;
+use crate::clock::monotonic;
 use crate::control::ControlLink;
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
@@ -547,8 +547,8 @@ impl<'a> Supervisor<'_, '_, 'a> {
             // It crossed the cancellation.
             Frame::Ready if self.state.stage == Stage::Cancelling => return Ok(()),
             Frame::Running { .. } if !before_go => {
-                if self.report.confirmed_ns == 0 {
-                    self.report.confirmed_ns = monotonic_ns();
+                if self.report.confirmed.is_zero() {
+                    self.report.confirmed = monotonic();
                 }
                 ToSource::Running
             }

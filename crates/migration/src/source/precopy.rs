@@ -206,7 +206,7 @@ impl Supervisor<'_, '_, '_> {
             self.precopy.least_harvest = Some(least.min(began.elapsed()));
         }
         let blackout = forecast::blackout(&Basis {
-            engine: self.vm.machine.kind().engine,
+            cost: self.vm.machine.blackout_cost(),
             vcpus: self.vm.vcpus.count(),
             round_trip: self.shared.round_trip(),
             harvest: self.precopy.least_harvest.unwrap_or_default(),

@@ -14,7 +14,7 @@
 //! 5. The states of vCPUs and devices are saved. Nothing changes them any more.
 
 use super::Supervisor;
-use crate::clock::{instant_ns, monotonic_ns};
+use crate::clock::{monotonic, monotonic_at};
 use crate::devices;
 use crate::error::MigrationError;
 use crate::phase::Phase;
@@ -75,8 +75,8 @@ impl Supervisor<'_, '_, '_> {
             bytes: devices.iter().map(|d| d.state.len() as u64).sum(),
             took: devices_took,
         };
-        self.report.first_stop_ns = instant_ns(stopped.first_stop);
-        self.report.last_stop_ns = instant_ns(stopped.last_stop);
+        self.report.first_stop = monotonic_at(stopped.first_stop);
+        self.report.last_stop = monotonic_at(stopped.last_stop);
         self.report.missing_at_start = ledger.unsent_count();
         let counts = (states.len() as u32, devices.len() as u32);
         let Some(control) = &mut self.control else {
@@ -98,10 +98,10 @@ impl Supervisor<'_, '_, '_> {
             missing_pages: self.report.missing_at_start,
             vcpus: counts.0,
             devices: counts.1,
-            stopped_at_ns: self.report.last_stop_ns,
+            stopped_at_ns: self.report.last_stop.as_nanos() as u64,
             paused: self.report.paused,
         }))?;
-        self.report.sent_at_ns = monotonic_ns();
+        self.report.sent_at = monotonic();
         control.flush()
     }
 }

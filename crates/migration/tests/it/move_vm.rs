@@ -37,7 +37,7 @@ fn run_from(source: WorkloadVm, case: &Case) {
         received.engine,
         received.delivery.delivery,
         case.passes,
-        received.started_ns.saturating_sub(sent.last_stop_ns) / 1000,
+        received.started.saturating_sub(sent.last_stop).as_micros(),
         sent.missing_at_start,
         received.pages,
         received.stalls.value_at_quantile(0.5) / 1000,

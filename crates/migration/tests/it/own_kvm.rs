@@ -12,7 +12,7 @@ fn a_vmm_that_drives_kvm_itself_moves_its_vm() {
         return;
     }
     if pageferry_machine::kvm::delivery_trials()[0]
-        .microseconds
+        .per_fault
         .is_empty()
     {
         skip("uffd", "no delivery on this host");

@@ -67,7 +67,7 @@ fn a_paused_vm_arrives_paused_and_moves_again() {
                 let moved = move_vm(vm, &config, DestinationConfig::default());
                 let (sent, received) = (moved.sent.unwrap(), moved.received.unwrap());
                 assert!(sent.paused && received.paused);
-                assert_eq!(received.first_instruction_ns, None);
+                assert_eq!(received.first_instruction, None);
                 assert!(moved.source.threads.is_paused());
                 vm = moved.destination;
             }

@@ -242,7 +242,7 @@ fn a_limit_of_the_push_leaves_urgent_pages_alone() {
     };
     let (sent, _) = moved(&vm, None, settings, |_| {});
     let sent = sent.unwrap();
-    let allowed = MIB as f64 * sent.background_ns as f64 / 1e9 + (MIB / 2) as f64;
+    let allowed = MIB as f64 * sent.background_took.as_secs_f64() + (MIB / 2) as f64;
     let pushed = sent.background_bytes;
     assert!(
         (pushed as f64) < allowed,

@@ -124,7 +124,7 @@ fn most_pages_of_a_sequence_come_before_their_touch() {
                 "{name}: {first:.3} of the pages came first; {:?}, {:?}, {} ms",
                 sent.prefetch,
                 sent.pages,
-                sent.total_ns / 1_000_000
+                sent.total.as_millis()
             );
             // The last pages of a sequence have no request behind them.
             first > 0.9 && sent.prefetch.in_time > 50

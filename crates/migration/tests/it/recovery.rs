@@ -354,15 +354,17 @@ fn a_vm_moves_over_tls_and_survives_losses() {
     let authority = Authority::new("CA");
     let side = authority.issue(&["localhost"], Validity::Now);
     let files = side.files(Some("localhost"));
+    let memory = files.read().unwrap();
+    // The destination takes the certificates from memory, as from a store of secrets.
     let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
     vm.wait_progress(3000);
     let config = SourceConfig {
-        tls: Some(files.clone()),
+        tls: Some(files.into()),
         settings: Switch::AfterPasses(1).into(),
         ..source_config()
     };
     let to = DestinationConfig {
-        tls: Some(files),
+        tls: Some(memory.into()),
         ..DestinationConfig::default()
     };
     let ends = moved_to(&vm, &config, to, slow(), |stage| {
@@ -385,11 +387,11 @@ fn a_destination_of_another_ca_gets_no_vm() {
     let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);
     vm.wait_progress(50);
     let config = SourceConfig {
-        tls: Some(ours.files(Some("localhost"))),
+        tls: Some(ours.files(Some("localhost")).into()),
         ..source_config()
     };
     let to = DestinationConfig {
-        tls: Some(theirs.files(Some("localhost"))),
+        tls: Some(theirs.files(Some("localhost")).into()),
         ..DestinationConfig::default()
     };
     let ends = moved_to(&vm, &config, to, Plan::default(), |_| {});

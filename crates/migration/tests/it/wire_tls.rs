@@ -5,6 +5,7 @@ use pageferry_migration::channel::*;
 use pageferry_migration::handshake::*;
 use pageferry_migration::wire::*;
 use pageferry_testkit::LIMIT;
+use pageferry_testkit::certificates::Side;
 use std::io::{Read, Write};
 use std::thread;
 
@@ -49,6 +50,55 @@ fn a_channel_opens_with_certificates_of_the_same_ca() {
     near.connection.read_exact(&mut words, &WAIT).unwrap();
     assert_eq!(&words, b"words");
     assert!(destination.strangers().is_empty());
+}
+
+/// The files may go once they are read, and errors name each text as the caller does.
+#[test]
+fn certificates_in_memory_serve_as_those_in_files_do() {
+    let authority = Authority::new("CA");
+    let pem = |side: &Side, peer_name: &str| TlsPem {
+        cert: Pem::new("vault:cert", side.read("cert.pem")),
+        key: Pem::new("vault:key", side.read("key.pem")),
+        ca: Pem::new("vault:ca", side.read("ca.pem")),
+        peer_name: Some(peer_name.to_owned()),
+    };
+    let target = pem(&authority.issue(&["b.test"], Validity::Now), "a.test");
+    let source = pem(&authority.issue(&["a.test"], Validity::Now), "b.test");
+    let destination = Destination::start(Protection::Tls(target.load().unwrap()));
+    let identity = Identity::random().unwrap();
+    let protection = Protection::Tls(Tls::from(source.clone()).load().unwrap());
+    let near = open(&destination.address, &protection, &identity, FIRST).unwrap();
+    assert!(near.connection.is_tls() && destination.take(FIRST).is_tls());
+
+    let swapped = TlsPem {
+        cert: source.key.clone(),
+        key: source.cert.clone(),
+        ..source.clone()
+    };
+    let foreign = TlsPem {
+        key: target.key.clone(),
+        ..source.clone()
+    };
+    let no_ca = TlsPem {
+        ca: Pem::new("vault:ca", *b""),
+        ..source.clone()
+    };
+    let der = TlsPem {
+        cert: Pem::new("vault:cert", [0x30, 0x82, 1, 2]),
+        ..source
+    };
+    for (wrong, sentence) in [
+        (swapped, "vault:key has no certificate, but a private key"),
+        (
+            foreign,
+            "vault:key is not that of the certificate vault:cert",
+        ),
+        (no_ca, "vault:ca has no certificate: it is empty"),
+        (der, "vault:cert is DER or PKCS#12"),
+    ] {
+        let text = wrong.load().unwrap_err().to_string();
+        assert!(text.contains(sentence), "{sentence}: {text}");
+    }
 }
 
 #[test]

@@ -33,9 +33,9 @@ impl MemoryPlug {
     /// The same memory may be plugged several times, under several ids.
     ///
     /// # Errors
-    /// [`MachineError::WrongState`] if the id is RAM's or taken. [`MachineError::Slot`] if the slot
-    /// breaks a rule (no overlap, page alignment, the number of slots). [`MachineError::Os`] if the
-    /// kernel refuses.
+    /// [`MachineError::WrongState`] if the id is RAM's or taken. [`MachineError::Engine`] with a
+    /// [`SlotError`](pageferry_memslot::SlotError) if the slot breaks a rule (no overlap, page
+    /// alignment, the number of slots). [`MachineError::Os`] if the kernel refuses.
     pub fn plug(
         &self,
         id: u16,

@@ -89,7 +89,7 @@ impl Slots {
             userspace_addr: request.hva.0,
         };
         let bitmap = request.userfault_bitmap;
-        let update = writer.begin(request)?;
+        let update = writer.begin(request).map_err(MachineError::engine)?;
         // SAFETY: (1) the callers below pass ranges of a `GuestRam`'s guest mapping, to which Rust
         // never holds a reference; (2) the slot's data keeps that mapping until the commit of the
         // change that removes the slot, so beyond the call that takes it from the kernel; (3) the

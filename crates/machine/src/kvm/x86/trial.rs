@@ -96,17 +96,19 @@ fn deliveries() -> Vec<Delivery> {
 /// [`MachineError::EngineUnavailable`] if there is none.
 fn choose(vcpus: u32, among: &[Delivery]) -> Result<DeliveryInUse, MachineError> {
     let trial = trial(vcpus > usable().count());
-    let measured = trial.microseconds.iter();
+    let measured = trial.per_fault.iter();
     let mut measured = measured.filter(|(delivery, _)| among.contains(delivery));
     if let Some((delivery, fastest)) = measured.next() {
         let others = measured
-            .map(|(other, us)| format!(", {other} {us:.0}"))
+            .map(|(other, time)| format!(", {other} {:.0}", us(*time)))
             .collect::<String>();
         return Ok(DeliveryInUse {
             delivery: *delivery,
             because: format!(
-                "it was fastest in a trial with {} vCPUs on {} cores: {fastest:.0} us a page{others}",
-                trial.vcpus, trial.cores
+                "it was fastest in a trial with {} vCPUs on {} cores: {:.0} us a page{others}",
+                trial.vcpus,
+                trial.cores,
+                us(*fastest)
             ),
         });
     }
@@ -206,14 +208,14 @@ fn trial(crowded: bool) -> &'static DeliveryTrial {
         DeliveryTrial {
             vcpus,
             cores: cores.count(),
-            microseconds: measured,
+            per_fault: measured,
         }
     })
 }
 
 /// Measures all deliveries in turns. Returns the fastest first.
-fn measure(vcpus: u32) -> Vec<(Delivery, f64)> {
-    let mut fastest: Vec<(Delivery, f64)> = Vec::new();
+fn measure(vcpus: u32) -> Vec<(Delivery, Duration)> {
+    let mut fastest: Vec<(Delivery, Duration)> = Vec::new();
     for round in 0..ROUNDS {
         for delivery in deliveries() {
             let Ok(took) = run(delivery, vcpus) else {
@@ -221,18 +223,18 @@ fn measure(vcpus: u32) -> Vec<(Delivery, f64)> {
                 continue;
             };
             match fastest.iter_mut().find(|(of, _)| *of == delivery) {
-                Some((_, least)) => *least = least.min(took),
+                Some((_, least)) => *least = took.min(*least),
                 None if round == 0 => fastest.push((delivery, took)),
                 None => {}
             }
         }
     }
-    fastest.sort_by(|(_, a), (_, b)| a.total_cmp(b));
+    fastest.sort_by_key(|(_, took)| *took);
     fastest
 }
 
-/// Runs one VM. Returns the microseconds from fault to fault.
-fn run(delivery: Delivery, vcpus: u32) -> Result<f64, MachineError> {
+/// Runs one VM. Returns the time from fault to fault.
+fn run(delivery: Delivery, vcpus: u32) -> Result<Duration, MachineError> {
     let each = PAGES / u64::from(vcpus);
     let touched = each * u64::from(vcpus);
     let new = guest(vcpus, FIRST.0 + PAGES, |id| {
@@ -290,8 +292,12 @@ fn run(delivery: Delivery, vcpus: u32) -> Result<f64, MachineError> {
         }
         result?;
         let took = times.map_or(Duration::ZERO, |(first, last)| last - first);
-        Ok(took.as_secs_f64() * 1e6 / touched as f64)
+        Ok(took.div_f64(touched as f64))
     })
+}
+
+fn us(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
 }
 
 /// The pages of one VM. Their bytes are at hand.
@@ -352,7 +358,7 @@ impl Source {
             if now - began > LIMIT {
                 return Err(MachineError::Timeout {
                     what: "the trial of a fault delivery",
-                    millis: LIMIT.as_millis() as u64,
+                    limit: LIMIT,
                 });
             }
             if let Some(event) = events.next()? {
@@ -387,15 +393,15 @@ mod tests {
             return;
         }
         for trial in delivery_trials() {
-            assert_eq!(trial.microseconds.len(), deliveries().len(), "{trial:?}");
-            assert!(trial.microseconds.is_sorted_by(|(_, a), (_, b)| a <= b));
+            assert_eq!(trial.per_fault.len(), deliveries().len(), "{trial:?}");
+            assert!(trial.per_fault.is_sorted_by(|(_, a), (_, b)| a <= b));
             assert!(
-                trial.microseconds.iter().all(|(_, us)| *us > 0.1),
+                trial.per_fault.iter().all(|(_, took)| us(*took) > 0.1),
                 "{trial:?}"
             );
         }
         let crowded = choose(usable().count() + 1, &deliveries()).unwrap();
-        assert_eq!(crowded.delivery, trial(true).microseconds[0].0);
+        assert_eq!(crowded.delivery, trial(true).per_fault[0].0);
         assert!(crowded.because.contains("us a page"), "{}", crowded.because);
     }
 }

@@ -8,50 +8,49 @@ use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::TlsError;
 use super::contents::{self, Wanted};
-use super::error::why_not;
+use super::reasons::why_not;
 use super::verifier::NamedClients;
-use crate::file::read_regular_file;
+use super::{Pem, Tls, TlsError, TlsFiles, TlsPem};
 
-/// The largest PEM file in bytes: far more than the CAs of a system's own collection.
-const MAX_PEM_BYTES: u64 = 4 << 20;
-
-/// The version of TLS on every channel that has it.
-pub const TLS_VERSION: &str = "TLS 1.3";
-
-/// The files with a side's certificates, all in PEM.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TlsFiles {
-    /// The certificate of this side. Certificates of intermediate CAs may follow it.
-    pub cert: PathBuf,
-    /// The private key of `cert`.
-    pub key: PathBuf,
-    /// The certificates of the CAs that sign the peer's certificate.
-    pub ca: PathBuf,
-    /// The name for which the peer's certificate must be valid: a DNS name or an IP address.
+impl Tls {
+    /// Reads the certificates, from their files if they are in files.
     ///
-    /// Without it, a source requires the host that it dials, and a destination accepts every name.
-    pub peer_name: Option<String>,
+    /// # Errors
+    /// As [`TlsPem::load`], and [`TlsError::File`].
+    pub fn load(&self) -> Result<TlsConfig, TlsError> {
+        match self {
+            Self::Files(files) => files.load(),
+            Self::Pem(pem) => pem.load(),
+        }
+    }
 }
 
 impl TlsFiles {
-    /// Reads the files.
+    /// Does [`TlsFiles::read`] and [`TlsPem::load`].
     ///
     /// # Errors
     /// [`TlsError`], with the path of the file at fault.
     pub fn load(&self) -> Result<TlsConfig, TlsError> {
+        self.read()?.load()
+    }
+}
+
+impl TlsPem {
+    /// Takes the certificates and the key out of their texts, and checks that they fit together.
+    ///
+    /// # Errors
+    /// [`TlsError`], with the name of the text at fault.
+    pub fn load(&self) -> Result<TlsConfig, TlsError> {
         let peer_name = self.peer_name.as_deref().map(parse_name).transpose()?;
         let chain = certificates(&self.cert)?;
-        let key = read(&self.key)?;
-        let key = PrivateKeyDer::from_pem_slice(&key).map_err(|error| match error {
+        let key = PrivateKeyDer::from_pem_slice(self.key.bytes()).map_err(|error| match error {
             pem::Error::NoItemsFound => TlsError::NoKey {
-                path: self.key.clone(),
+                pem: self.key.name().to_owned(),
             },
-            error => unreadable(&self.key, error),
+            error => unreadable(&self.key, &error),
         });
         let key = key.map_err(|error| contents::explained(error, &self.key, Wanted::Key))?;
         let mut roots = RootCertStore::empty();
@@ -72,8 +71,8 @@ impl TlsFiles {
     ) -> Result<TlsConfig, TlsError> {
         let provider = Arc::new(crypto());
         let signing = provider.key_provider.load_private_key(key.clone_key());
-        let signing = signing.map_err(|_| TlsError::WrongFile {
-            path: self.key.clone(),
+        let signing = signing.map_err(|_| TlsError::WrongContents {
+            pem: self.key.name().to_owned(),
             why: "has a key that is damaged or of a kind that is not supported: expected RSA, ECDSA \
                   with P-256 or P-384, or Ed25519",
         })?;
@@ -84,15 +83,15 @@ impl TlsFiles {
         };
         let own = |error: rustls::Error| match error {
             rustls::Error::InconsistentKeys(_) if chain.iter().skip(1).any(fits) => {
-                TlsError::WrongFile {
-                    path: self.cert.clone(),
+                TlsError::WrongContents {
+                    pem: self.cert.name().to_owned(),
                     why: "has the certificate of the key behind another one: put it first, and behind \
                           it the CAs that signed it",
                 }
             }
             rustls::Error::InconsistentKeys(_) => TlsError::KeyMismatch {
-                cert: self.cert.clone(),
-                key: self.key.clone(),
+                cert: self.cert.name().to_owned(),
+                key: self.key.name().to_owned(),
             },
             error => malformed(&self.cert, error),
         };
@@ -106,7 +105,7 @@ impl TlsFiles {
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
             .build()
             .map_err(|error| TlsError::Malformed {
-                path: self.ca.clone(),
+                pem: self.ca.name().to_owned(),
                 why: error.to_string(),
             })?;
         let verifier = Arc::new(NamedClients::new(verifier, peer_name.clone()));
@@ -185,33 +184,25 @@ fn parse_name(name: &str) -> Result<ServerName<'static>, TlsError> {
     })
 }
 
-/// Reads the certificates of a file, at least one.
-fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let found: Vec<_> = CertificateDer::pem_slice_iter(&read(path)?)
+/// The certificates of a text, at least one.
+fn certificates(pem: &Pem) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let found: Vec<_> = CertificateDer::pem_slice_iter(pem.bytes())
         .collect::<Result<_, _>>()
-        .map_err(|error| unreadable(path, error))
-        .map_err(|error| contents::explained(error, path, Wanted::Certificate))?;
+        .map_err(|error| unreadable(pem, &error))
+        .map_err(|error| contents::explained(error, pem, Wanted::Certificate))?;
     if found.is_empty() {
         let none = TlsError::NoCertificate {
-            path: path.to_owned(),
+            pem: pem.name().to_owned(),
         };
-        return Err(contents::explained(none, path, Wanted::Certificate));
+        return Err(contents::explained(none, pem, Wanted::Certificate));
     }
     Ok(found)
 }
 
-/// Reads a PEM file. No file can hold this up: one that is a FIFO or a device is refused.
-fn read(path: &Path) -> Result<Vec<u8>, TlsError> {
-    read_regular_file(path, MAX_PEM_BYTES).map_err(|source| TlsError::File {
-        path: path.to_owned(),
-        source,
-    })
-}
-
 /// The error for a certificate of this side.
-fn malformed(path: &Path, error: rustls::Error) -> TlsError {
+fn malformed(pem: &Pem, error: rustls::Error) -> TlsError {
     TlsError::Malformed {
-        path: path.to_owned(),
+        pem: pem.name().to_owned(),
         why: match error {
             rustls::Error::InvalidCertificate(error) => why_not(&error).to_owned(),
             error => error.to_string(),
@@ -219,16 +210,12 @@ fn malformed(path: &Path, error: rustls::Error) -> TlsError {
     }
 }
 
-fn unreadable(path: &Path, error: pem::Error) -> TlsError {
-    let path = path.to_owned();
-    match error {
-        pem::Error::Io(source) => TlsError::File { path, source },
-        error => TlsError::Malformed {
-            path,
-            why: match error {
-                pem::Error::MissingSectionEnd { .. } => "a PEM block has no end".to_owned(),
-                _ => "a PEM block is not Base64 between its BEGIN and END lines".to_owned(),
-            },
+fn unreadable(pem: &Pem, error: &pem::Error) -> TlsError {
+    TlsError::Malformed {
+        pem: pem.name().to_owned(),
+        why: match error {
+            pem::Error::MissingSectionEnd { .. } => "a PEM block has no end".to_owned(),
+            _ => "a PEM block is not Base64 between its BEGIN and END lines".to_owned(),
         },
     }
 }

@@ -1,15 +1,11 @@
-//! Looks at a file that is not the expected one, and says what it is.
+//! Looks at a PEM text that is not the expected one, and says what it is.
 
-use std::fs::File;
-use std::io::Read;
-use std::path::Path;
+use super::{Pem, TlsError};
 
-use super::TlsError;
+/// The most bytes of a text that are looked at.
+const MOST_BYTES: usize = 1 << 20;
 
-/// The most bytes of a file that are looked at.
-const MOST_BYTES: u64 = 1 << 20;
-
-/// The contents that a file should have.
+/// The contents that a text should have.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wanted {
     /// Certificates.
@@ -18,16 +14,12 @@ pub(super) enum Wanted {
     Key,
 }
 
-/// Replaces `error` if the file has something else that is known.
-pub(super) fn explained(error: TlsError, path: &Path, wanted: Wanted) -> TlsError {
-    if let TlsError::File { .. } = error {
-        return error;
-    }
-    let mut bytes = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(MOST_BYTES).read_to_end(&mut bytes));
-    match read.ok().and_then(|_| what_else(&bytes, wanted)) {
-        Some(why) => TlsError::WrongFile {
-            path: path.to_owned(),
+/// Replaces `error` if the text has something else that is known.
+pub(super) fn explained(error: TlsError, pem: &Pem, wanted: Wanted) -> TlsError {
+    let bytes = &pem.bytes()[..pem.bytes().len().min(MOST_BYTES)];
+    match what_else(bytes, wanted) {
+        Some(why) => TlsError::WrongContents {
+            pem: pem.name().to_owned(),
             why,
         },
         None => error,
@@ -42,8 +34,8 @@ fn what_else(bytes: &[u8], wanted: Wanted) -> Option<&'static str> {
     let key = key.clone().any(has);
     let encrypted = has("ENCRYPTED PRIVATE KEY") || text.contains("Proc-Type: 4,ENCRYPTED");
     Some(match wanted {
-        Wanted::Key if bytes.is_empty() => "has no private key: the file is empty",
-        Wanted::Certificate if bytes.is_empty() => "has no certificate: the file is empty",
+        Wanted::Key if bytes.is_empty() => "has no private key: it is empty",
+        Wanted::Certificate if bytes.is_empty() => "has no certificate: it is empty",
         // The first bytes of a long SEQUENCE.
         _ if bytes.starts_with(&[0x30, 0x82]) => {
             "is DER or PKCS#12: expected PEM, which `openssl x509`, `pkey` or `pkcs12` writes"
@@ -58,14 +50,14 @@ fn what_else(bytes: &[u8], wanted: Wanted) -> Option<&'static str> {
             "is a DSA key: expected RSA, ECDSA with P-256 or P-384, or Ed25519"
         }
         Wanted::Key if certificate && !key => {
-            "has no private key, but a certificate: are the files of certificate and key swapped?"
+            "has no private key, but a certificate: are certificate and key swapped?"
         }
         Wanted::Key if has("PUBLIC KEY") && !key => "is a public key: expected the private key",
         Wanted::Certificate if has("TRUSTED CERTIFICATE") => {
             "is a certificate with trust settings of OpenSSL: `openssl x509 -in OLD -out NEW` writes one without"
         }
         Wanted::Certificate if (key || encrypted) && !certificate => {
-            "has no certificate, but a private key: are the files of certificate and key swapped?"
+            "has no certificate, but a private key: are certificate and key swapped?"
         }
         _ if !certificate && (has("CERTIFICATE REQUEST") || has("NEW CERTIFICATE REQUEST")) => {
             "is a request for a certificate: expected the certificate that the CA makes of it"

@@ -9,12 +9,10 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::BorrowedFd;
 
-use super::TlsError;
+use super::{STEP_BYTES, Sent, TlsError};
 use crate::channel::raw::Cursor;
 use crate::wire::FirstBytes;
 
-/// The most plaintext that one step moves, in bytes. It bounds the time for which the lock is held.
-pub(in crate::channel) const STEP_BYTES: usize = 128 << 10;
 /// The encrypted bytes that a new connection takes from the socket at once.
 const SMALL_INBOUND_BYTES: usize = 4 << 10;
 /// The same once the reader has read at least [`BULK_READ_BYTES`] at once.
@@ -43,15 +41,6 @@ pub(in crate::channel) struct Session {
     first: Option<FirstBytes>,
     /// Plaintext on its way from memory that other threads may write.
     outbound: Vec<u8>,
-}
-
-/// The result of a step that sends.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::channel) struct Sent {
-    /// The encrypted bytes that the socket took.
-    pub(in crate::channel) moved: usize,
-    /// Encrypted bytes are left, and the socket is full.
-    pub(in crate::channel) blocked: bool,
 }
 
 impl Session {
