@@ -228,7 +228,6 @@ fn attempt(
             resumes: false,
             named: (None, 0),
             last_loss: None,
-            channels_lost: 0,
             lost_since: None,
             error: None,
             end: None,
@@ -271,8 +270,6 @@ struct Supervisor<'s, 'e, 'a> {
     error: Option<MigrationError>,
     /// The reason why the last channel was lost.
     last_loss: Option<String>,
-    /// The open channels that were lost.
-    channels_lost: u64,
     /// Since when there is no control channel.
     lost_since: Option<Instant>,
     end: Option<End>,
@@ -367,7 +364,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
             let generation = control.generation;
             warn!(generation, %error, "the control channel is lost");
-            self.channels_lost += 1;
+            self.report.channels_lost += 1;
             self.note_loss(error);
             self.events.push_back(Event::Lost(generation));
         }

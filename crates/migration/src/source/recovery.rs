@@ -482,7 +482,7 @@ impl Supervisor<'_, '_, '_> {
         // receipts may be wrong too.
         let broken = matches!(error, MigrationError::Wire(_) | MigrationError::Protocol(_));
         let was_open = self.channels.open().any(|open| open == id);
-        self.channels_lost += u64::from(was_open);
+        self.report.channels_lost += u64::from(was_open);
         if broken && self.state.has_handed_over() && was_open {
             return self.lose_control(error);
         }
