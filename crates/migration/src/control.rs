@@ -6,6 +6,7 @@
 //! keep is bounded: an answer beyond [`MAX_ANSWERS`] is an error, and so is a first frame that is
 //! longer than any that opens a session.
 
+use crate::bell::sleep_on;
 use crate::channel::{ChannelError, Connection};
 use crate::error::MigrationError;
 use crate::handshake::Origin;
@@ -177,10 +178,6 @@ impl ControlLink {
         frame: &Frame,
         patience: Duration,
     ) -> Result<(), MigrationError> {
-        let nap = Timespec {
-            tv_sec: 0,
-            tv_nsec: 10_000_000,
-        };
         self.send(frame)?;
         let began = Instant::now();
         while self.out.waiting() > MAX_ANSWERS {
@@ -189,7 +186,8 @@ impl ControlLink {
                     "the control channel to take a frame",
                 ));
             }
-            let _ = poll(&mut [PollFd::new(self, PollFlags::OUT)], Some(&nap));
+            let nap = Duration::from_millis(10);
+            sleep_on(&mut [PollFd::new(self, PollFlags::OUT)], nap);
             self.flush()?;
         }
         Ok(())

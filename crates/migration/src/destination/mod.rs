@@ -72,7 +72,7 @@ use crate::status::{Board, SessionStatus};
 use crate::sync::AtomicBool;
 use crate::vm::RunningVm;
 use crate::wire::{Frame, MissingRuns, Text};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -582,7 +582,6 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ));
         }
         let nap = self.host.config.limits.interval().min(LONGEST_SLEEP);
-        let nap = Timespec::try_from(nap).expect("a short time");
-        let _ = poll(&mut fds, Some(&nap));
+        crate::bell::sleep_on(&mut fds, nap);
     }
 }

@@ -79,7 +79,7 @@ use crate::vm::RunningVm;
 use crate::wire::{Frame, Setup};
 use pageferry_machine::Frozen;
 use pageferry_userfault::PageBitmap;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::thread::Scope;
@@ -624,8 +624,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ));
         }
         let nap = self.config.limits.interval().min(LONGEST_SLEEP);
-        let nap = Timespec::try_from(nap).expect("a short time");
-        let _ = poll(&mut fds, Some(&nap));
+        crate::bell::sleep_on(&mut fds, nap);
     }
 
     fn start_push(&mut self) {
