@@ -73,7 +73,7 @@ use crate::ledger::Ledger;
 use crate::phase::{Observer, Phase};
 use crate::report::{PhaseStart, SourceReport};
 use crate::session::source::{Action, End, Event, Link, Source, Stage, step};
-use crate::session::{ToDestination, ToSource};
+use crate::session::{ChannelId, Generation, ToDestination, ToSource};
 use crate::sync::Ordering;
 use crate::vm::RunningVm;
 use crate::wire::{Frame, Setup};
@@ -228,6 +228,7 @@ fn attempt(
             resumes: false,
             named: (None, 0),
             last_loss: None,
+            lost_channel: None,
             lost_since: None,
             error: None,
             end: None,
@@ -270,6 +271,8 @@ struct Supervisor<'s, 'e, 'a> {
     error: Option<MigrationError>,
     /// The reason why the last channel was lost.
     last_loss: Option<String>,
+    /// A channel that was lost before the hand-over, while the destination may have said why.
+    lost_channel: Option<(Instant, Generation, ChannelId, MigrationError)>,
     /// Since when there is no control channel.
     lost_since: Option<Instant>,
     end: Option<End>,
@@ -602,6 +605,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             self.note_giving_up(MigrationError::NO_CONNECTION);
             self.events.push_back(Event::GiveUp);
         }
+        self.conclude_loss();
         if let Err(error) = self.keep_precopy_time() {
             self.fail(error);
         }
