@@ -34,7 +34,7 @@ pub(crate) enum Exit {
     Cancelled = 9,
     /// The migration ended after the switch-over. The VM at the destination is incomplete.
     LinkLost = 10,
-    /// No VM listens on the control socket, or it did not carry out the request.
+    /// No VM answers on the control socket.
     NoVm = 11,
     /// This host or the peer's refused a call, or a bug.
     Internal = 12,
@@ -46,6 +46,8 @@ pub(crate) enum Exit {
     Busy = 15,
     /// The peer could not prove who it is, or this side could not.
     Untrusted = 16,
+    /// The VM on the control socket refused the request, as it is now.
+    Declined = 17,
 }
 
 /// The output of `pageferry help exit-codes`.
@@ -62,15 +64,16 @@ Exit codes:
    8  the peer refused (mismatched machine, busy, unknown guest, its limits)
    9  cancelled (Ctrl-C); before the switch-over the VM runs on at the source
   10  the migration ended after the switch-over: the VM at the destination is incomplete
-  11  no VM listens on that control socket, or it refused the request
+  11  no VM answers on that control socket
   12  this host or the peer's refused something (the message says what), or a bug
   13  the connection broke before the switch-over: the VM runs on at the source
   14  the guest stopped, asked for a reboot, or makes no progress
   15  this host is too busy to measure: try again when it is idle
-  16  a certificate or proof was refused, or TLS is required: the VM is untouched";
+  16  a certificate or proof was refused, or TLS is required: the VM is untouched
+  17  the VM refused the request: it cannot do this in its present state";
 
 impl Exit {
-    const ALL: [Self; 16] = [
+    const ALL: [Self; 17] = [
         Self::Verification,
         Self::Usage,
         Self::Engine,
@@ -87,6 +90,7 @@ impl Exit {
         Self::Guest,
         Self::Busy,
         Self::Untrusted,
+        Self::Declined,
     ];
 
     /// The class of another Pageferry process's exit code.
@@ -113,6 +117,7 @@ impl Exit {
             Self::Guest => "guest",
             Self::Busy => "busy",
             Self::Untrusted => "untrusted",
+            Self::Declined => "declined",
         }
     }
 

@@ -102,7 +102,12 @@ impl Keys {
         let mut from = [PollFd::new(&self.from, PollFlags::IN)];
         match poll(&mut from, Some(&limit)) {
             Ok(0) | Err(Errno::INTR) => return 0,
-            _ => {}
+            Ok(_) => {}
+            // The kernel lacks memory, or the limit of descriptors is zero. A read may wait.
+            Err(_) => {
+                std::thread::sleep(Interrupts::POLL);
+                return 0;
+            }
         }
         let mut bytes = [0; 1024];
         let read = match read(self.from, &mut bytes) {

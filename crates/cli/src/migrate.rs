@@ -50,7 +50,12 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
             stopped_watching.set(true);
             return true;
         }
-        match ask(path, &Request::Cancel, CANCEL_LIMIT, &Interrupts::default()) {
+        match ask(
+            path,
+            &Request::Cancel {},
+            CANCEL_LIMIT,
+            &Interrupts::default(),
+        ) {
             Ok(_) => feed.note("cancelling"),
             Err(why) => feed.note(format!(
                 "{why}; waiting for the rest (again: stop watching)"

@@ -47,7 +47,7 @@ pub(crate) fn abandon(args: &AbandonArgs, interrupts: &Interrupts) -> Result<(),
 /// # Errors
 /// When there is none, or it is too late.
 pub(crate) fn cancel(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    ask(&args.path()?, &Request::Cancel, LIMIT, interrupts)?;
+    ask(&args.path()?, &Request::Cancel {}, LIMIT, interrupts)?;
     output::result("cancelling\n");
     Ok(())
 }

@@ -161,9 +161,11 @@ fn wait_for_hangup() {
     loop {
         let input = stdin();
         let mut terminal = [PollFd::new(&input, PollFlags::empty())];
-        let polled = poll(&mut terminal, Some(&limit));
-        if polled.is_ok() && terminal[0].revents().intersects(closed) {
-            return;
+        match poll(&mut terminal, Some(&limit)) {
+            Ok(_) if terminal[0].revents().intersects(closed) => return,
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            // The kernel lacks memory, or the limit of descriptors is zero. It must not spin.
+            Err(_) => std::thread::sleep(Duration::from_secs(1)),
         }
     }
 }

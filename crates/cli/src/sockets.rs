@@ -155,7 +155,7 @@ fn only(directory: &Path) -> Result<PathBuf, Failure> {
 pub(crate) fn list(args: &ListArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     let mut rows = Vec::new();
     for (name, path) in living(&directory()) {
-        let row = match ask(&path, &Request::Status, LIMIT, interrupts) {
+        let row = match ask(&path, &Request::Status {}, LIMIT, interrupts) {
             Ok(status) => json!({ "name": name, "control": path, "status": status }),
             Err(why) if why.exit == Exit::Cancelled => return Err(why),
             // A VM that has just ended, or that does not answer, hides no other.

@@ -23,7 +23,7 @@ const VERIFY_LIMIT: Duration = Duration::from_secs(3600);
 /// # Errors
 /// When there is no VM.
 pub(crate) fn status(args: &StatusArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    let status = ask(&args.vm.path()?, &Request::Status, LIMIT, interrupts)?;
+    let status = ask(&args.vm.path()?, &Request::Status {}, LIMIT, interrupts)?;
     if args.json {
         output::json(&status);
     } else {
@@ -37,7 +37,7 @@ pub(crate) fn status(args: &StatusArgs, interrupts: &Interrupts) -> Result<(), F
 /// # Errors
 /// When there is no VM, or it cannot be paused now.
 pub(crate) fn pause(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    ask(&args.path()?, &Request::Pause, LIMIT, interrupts)?;
+    ask(&args.path()?, &Request::Pause {}, LIMIT, interrupts)?;
     output::result("paused\n");
     Ok(())
 }
@@ -47,7 +47,7 @@ pub(crate) fn pause(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failur
 /// # Errors
 /// When there is no VM, or it must not run.
 pub(crate) fn resume(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    ask(&args.path()?, &Request::Resume, LIMIT, interrupts)?;
+    ask(&args.path()?, &Request::Resume {}, LIMIT, interrupts)?;
     output::result("running\n");
     Ok(())
 }
@@ -57,7 +57,7 @@ pub(crate) fn resume(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failu
 /// # Errors
 /// [`Exit::Verification`] when a page is wrong.
 pub(crate) fn verify(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    let answer = ask(&args.path()?, &Request::Verify, VERIFY_LIMIT, interrupts)?;
+    let answer = ask(&args.path()?, &Request::Verify {}, VERIFY_LIMIT, interrupts)?;
     let verified: Verified = serde_json::from_value(answer)
         .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's answer is not readable: {e}")))?;
     if !verified.holds() {
@@ -75,7 +75,7 @@ pub(crate) fn verify(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failu
 /// # Errors
 /// When there is no VM.
 pub(crate) fn quit(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    ask(&args.path()?, &Request::Quit, LIMIT, interrupts)?;
+    ask(&args.path()?, &Request::Quit {}, LIMIT, interrupts)?;
     output::result("ending\n");
     Ok(())
 }

@@ -29,7 +29,7 @@ pub(crate) fn watch(args: &WatchArgs, interrupts: &Interrupts) -> Result<(), Fai
     let until = args.for_time.map(|time| Instant::now() + time);
     let mut seen = false;
     loop {
-        let status = match ask(&args.vm.path()?, &Request::Status, LIMIT, interrupts) {
+        let status = match ask(&args.vm.path()?, &Request::Status {}, LIMIT, interrupts) {
             Ok(status) => status,
             // The source's process ends once the VM has left.
             Err(_) if seen => {

@@ -75,7 +75,8 @@ impl TwoHosts {
             hosts.set_congestion(host, link)?;
             hosts.ip(host, &format!("addr add {address}/24 dev {DEVICE}"))?;
             tools::batch("tc", hosts.name(host), &link.program())?;
-            hosts.ip(host, &format!("link set lo up\nlink set {DEVICE} up"))?;
+            let up = format!("link set lo up\nlink set {DEVICE} mtu {} up", link.mtu);
+            hosts.ip(host, &up)?;
         }
         Ok(hosts)
     }
@@ -121,7 +122,7 @@ impl TwoHosts {
         self.ip(Host::B, &format!("link set {DEVICE} {state}"))
     }
 
-    /// Shapes the link anew. Packets that wait are lost. The congestion control stays.
+    /// Shapes the link anew. Packets that wait are lost. The congestion control and the MTU stay.
     ///
     /// # Errors
     /// If `tc` fails.

@@ -101,16 +101,18 @@ pub struct Link {
     /// How packets wait.
     pub queue: Queue,
     /// Bytes that may pass at once after an idle time. A packet that TCP has not cut yet is up to
-    /// 64 KiB.
+    /// 64 KiB. With one queue, a packet that is larger when it is cut is dropped without a word.
     pub burst: u32,
     /// Bytes that a queue holds. It drops packets beyond.
     pub limit: u32,
     /// The congestion control of TCP on both hosts, if not the machine's.
     pub congestion: Option<String>,
+    /// The MTU of both hosts in bytes, 68 to 65 535.
+    pub mtu: u32,
 }
 
 impl Link {
-    /// A link with one queue of 1 MiB and bursts of 128 KiB.
+    /// A link with one queue of 1 MiB, bursts of 128 KiB and an MTU of 1500 bytes.
     #[must_use]
     pub fn new(rate: Rate) -> Self {
         Self {
@@ -119,6 +121,7 @@ impl Link {
             burst: 128 << 10,
             limit: 1 << 20,
             congestion: None,
+            mtu: 1500,
         }
     }
 
@@ -126,6 +129,26 @@ impl Link {
     #[must_use]
     pub fn queue(self, queue: Queue) -> Self {
         Self { queue, ..self }
+    }
+
+    /// The same link, whose hosts believe that it carries packets of `mtu` bytes.
+    #[must_use]
+    pub fn mtu(self, mtu: u32) -> Self {
+        Self { mtu, ..self }
+    }
+
+    /// The same link, which drops packets above `bytes` without a word, as a path does where a
+    /// tunnel takes a part of the MTU.
+    #[must_use]
+    pub fn drops_above(self, bytes: u32) -> Self {
+        // The header of Ethernet counts too.
+        let burst = bytes + 14;
+        let queue = Queue::OneFifo;
+        Self {
+            burst,
+            queue,
+            ..self
+        }
     }
 
     /// What `tc -batch` is told for one host.

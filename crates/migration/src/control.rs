@@ -6,6 +6,7 @@
 //! keep is bounded: an answer beyond [`MAX_ANSWERS`] is an error, and so is a first frame that is
 //! longer than any that opens a session.
 
+use crate::bell::sleep_on;
 use crate::channel::{ChannelError, Connection};
 use crate::error::MigrationError;
 use crate::handshake::Origin;
@@ -31,6 +32,11 @@ const RECEIVE_LIMIT: usize = 16 * RECEIVE_BYTES;
 pub(crate) const MAX_ANSWERS: usize = 256 << 10;
 /// The longest wait of a side that has ended for the peer to read its last frame.
 const LAST_FRAME_LIMIT: Duration = Duration::from_millis(200);
+
+/// How long the loss of another channel waits for the peer's last word on the control channel,
+/// before the hand-over. A peer that ends a migration says why and closes all channels, and the
+/// networks of two connections keep no order.
+pub(crate) const LAST_WORD_LIMIT: Duration = Duration::from_millis(200);
 
 /// A control channel.
 pub(crate) struct ControlLink {
@@ -177,10 +183,6 @@ impl ControlLink {
         frame: &Frame,
         patience: Duration,
     ) -> Result<(), MigrationError> {
-        let nap = Timespec {
-            tv_sec: 0,
-            tv_nsec: 10_000_000,
-        };
         self.send(frame)?;
         let began = Instant::now();
         while self.out.waiting() > MAX_ANSWERS {
@@ -189,7 +191,8 @@ impl ControlLink {
                     "the control channel to take a frame",
                 ));
             }
-            let _ = poll(&mut [PollFd::new(self, PollFlags::OUT)], Some(&nap));
+            let nap = Duration::from_millis(10);
+            sleep_on(&mut [PollFd::new(self, PollFlags::OUT)], nap);
             self.flush()?;
         }
         Ok(())
@@ -333,5 +336,66 @@ impl ControlLink {
 impl AsFd for ControlLink {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.connection.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::MissingRuns;
+
+    fn link() -> (ControlLink, Connection) {
+        let (near, far) = Connection::pair().unwrap();
+        let pages = 1 << 20;
+        let link = ControlLink::new(Arc::new(near), 1, Side::Destination, pages);
+        (link, far)
+    }
+
+    /// A frame of many runs.
+    fn long() -> Frame {
+        let runs = (0..60_000).map(|n| 2 * n..2 * n + 1);
+        Frame::Missing(MissingRuns::frames(runs).next().unwrap())
+    }
+
+    #[test]
+    fn frames_that_are_sent_slowly_wait_for_a_peer_that_does_not_read() {
+        let (mut link, _far) = link();
+        let patience = Duration::from_millis(300);
+        let mut bytes = Vec::new();
+        long().encode(&mut bytes).unwrap();
+        let error = loop {
+            let began = Instant::now();
+            let sent = link.send_slowly(&long(), patience);
+            assert!(link.waiting() <= MAX_ANSWERS + bytes.len());
+            if let Err(error) = sent {
+                assert!(began.elapsed() >= patience);
+                break error;
+            }
+        };
+        assert!(matches!(error, MigrationError::Timeout(_)), "{error}");
+    }
+
+    #[test]
+    fn frames_that_are_sent_slowly_arrive_whole_at_a_slow_peer() {
+        let (mut link, far) = link();
+        let mut bytes = Vec::new();
+        long().encode(&mut bytes).unwrap();
+        let reader = std::thread::spawn(move || {
+            let wait = crate::channel::Wait::block("frames").within(Duration::from_secs(60));
+            let mut received = vec![0; 8 * bytes.len()];
+            for some in received.chunks_mut(32 << 10) {
+                std::thread::sleep(Duration::from_millis(1));
+                far.read_exact(some, &wait).unwrap();
+            }
+            assert!(received.chunks(bytes.len()).all(|frame| frame == bytes));
+        });
+        for _ in 0..8 {
+            link.send_slowly(&long(), Duration::from_secs(60)).unwrap();
+        }
+        while link.waiting() > 0 {
+            link.flush().unwrap();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        reader.join().unwrap();
     }
 }

@@ -76,6 +76,7 @@ pub use ledger::{ReceiptError, TakesBack};
 pub use limits::Limits;
 pub use phase::{Observer, Phase, Unobserved};
 pub use protocol_error::ProtocolError;
+pub use quota::Quota;
 pub use report::{
     DestinationReport, DeviceFigures, FaultRecord, PageCounts, PassFigures, PhaseStart,
     PrefetchCounts, Protected, SourceReport, StallRow, StallStage, StallTimes,

@@ -8,9 +8,10 @@ const BURST: u32 = 32;
 /// The interval in which one more is allowed.
 const REFILL: Duration = Duration::from_secs(1);
 
-/// Reports on peers: 32 at once, and then one a second. The others are counted.
+/// Bounds reports on peers: 32 at once, and then one a second. The others are counted. Any thread
+/// may ask at any time.
 #[derive(Debug)]
-pub(crate) struct Quota(Mutex<State>);
+pub struct Quota(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
@@ -19,8 +20,16 @@ struct State {
     left_out: u64,
 }
 
+impl Default for Quota {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Quota {
-    pub(crate) fn new() -> Self {
+    /// Nothing was reported yet.
+    #[must_use]
+    pub fn new() -> Self {
         Self(Mutex::new(State {
             left: BURST,
             refilled: Instant::now(),
@@ -30,7 +39,7 @@ impl Quota {
 
     /// Returns whether one more report is allowed: then with the number of those that were left out
     /// since the last.
-    pub(crate) fn take(&self) -> Option<u64> {
+    pub fn take(&self) -> Option<u64> {
         self.take_at(Instant::now())
     }
 

@@ -122,6 +122,9 @@ pub struct SourceReport {
     pub notes: Vec<String>,
     /// How often the control channel was lost and opened again.
     pub reconnects: u32,
+    /// The open channels of all roles that were lost. Those that ended with a lost control channel
+    /// do not count.
+    pub channels_lost: u64,
 }
 
 /// One pre-copy pass.
@@ -273,6 +276,9 @@ pub struct DestinationReport {
     pub missing_at_start: u64,
     /// How often the control channel was lost and opened again.
     pub reconnects: u32,
+    /// The open channels of all roles that were lost. Those that ended with a lost control channel
+    /// do not count.
+    pub channels_lost: u64,
 }
 
 impl DestinationReport {

@@ -73,7 +73,10 @@ fn wait_until_writable(stream: &UnixStream) {
     let limit = Timespec::try_from(Interrupts::POLL).expect("a short time");
     // Keys must not wait for a client that reads slowly.
     let either = PollFlags::OUT | PollFlags::IN;
-    let _ = poll(&mut [PollFd::new(stream, either)], Some(&limit));
+    if poll(&mut [PollFd::new(stream, either)], Some(&limit)).is_err() {
+        // The kernel lacks memory, or the limit of descriptors is zero. It must not spin.
+        std::thread::sleep(Interrupts::POLL);
+    }
 }
 
 /// Whether the client has closed the connection, also behind keys that were not read yet.

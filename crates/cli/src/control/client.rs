@@ -107,7 +107,7 @@ impl Client {
         interrupts: &Interrupts,
     ) -> Result<(UnixStream, Vec<u8>), Failure> {
         let stop = || interrupts.any();
-        self.call(&Request::Console, limit, &stop, &mut |_| {})?;
+        self.call(&Request::Console {}, limit, &stop, &mut |_| {})?;
         Ok((self.stream, self.lines.into_rest()))
     }
 

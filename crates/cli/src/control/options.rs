@@ -111,9 +111,9 @@ pub(crate) fn check_queue(time: Duration) -> Result<Duration, String> {
     if (least..=most).contains(&time) {
         return Ok(time);
     }
-    let (least, most) = (least.as_micros(), most.as_secs());
+    let (us, least, most) = (time.as_micros(), least.as_micros(), most.as_secs());
     Err(format!(
-        "the push cannot keep a queue of {time:?}: choose {least}us to {most}s"
+        "the push cannot keep a queue of {us}us: choose {least}us to {most}s"
     ))
 }
 
@@ -230,7 +230,10 @@ mod tests {
             (change(|o| o.channels = Some(0)), "1 to 16"),
             (change(|o| o.urgent_channels = Some(17)), "1 to 16"),
             (change(|o| o.dead_after_ms = Some(99)), "100 ms at least"),
-            (change(|o| o.queue_us = Some(0)), "50us to 1s"),
+            (
+                change(|o| o.queue_us = Some(49)),
+                "a queue of 49us: choose 50us to 1s",
+            ),
             (change(|o| o.cpus = Some("3-1".into())), "runs backwards"),
             (change(|o| o.cpus = Some("1023".into())), "no CPU 1023"),
             (relative, "key is not absolute"),

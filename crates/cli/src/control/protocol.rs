@@ -11,18 +11,19 @@ use pageferry_migration::Phase;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// A client's request.
+/// A client's request. Those without fields are empty structs: of a unit, serde ignores the keys
+/// that it does not know.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) enum Request {
     /// Return the VM's state.
-    Status,
+    Status {},
     /// Stop the VM's vCPUs.
-    Pause,
+    Pause {},
     /// Resume the VM's vCPUs.
-    Resume,
+    Resume {},
     /// Check every page while the VM is paused.
-    Verify,
+    Verify {},
     /// Migrate the VM.
     Migrate {
         /// The destination: an address as on the command line.
@@ -45,7 +46,7 @@ pub(crate) enum Request {
     /// Change the settings of the current migration.
     Set(ChangeOptions),
     /// Cancel the current migration.
-    Cancel,
+    Cancel {},
     /// Give a migration that is handed over another way. One of the two.
     Recover {
         /// At the source: an address to reach the destination by.
@@ -62,11 +63,11 @@ pub(crate) enum Request {
         resume_here: bool,
     },
     /// Attach to the guest's console. After the result the connection carries bytes.
-    Console,
+    Console {},
     /// Return the report of the migration that brought the VM here.
-    Report,
+    Report {},
     /// End the VM.
-    Quit,
+    Quit {},
 }
 
 fn is_default(options: &MigrateOptions) -> bool {
@@ -237,7 +238,7 @@ impl From<&Failure> for ErrorLine {
 impl From<ErrorLine> for Failure {
     fn from(line: ErrorLine) -> Self {
         Self::new(
-            Exit::from_name(&line.kind).unwrap_or(Exit::NoVm),
+            Exit::from_name(&line.kind).unwrap_or(Exit::Declined),
             line.message,
         )
     }
@@ -268,11 +269,28 @@ pub(crate) fn parse_request(line: &[u8]) -> Result<Request, Failure> {
 mod tests {
     use super::*;
 
+    /// Every request, with no more than it needs.
+    const ALL: [&[u8]; 13] = [
+        br#"{"command":"status"}"#,
+        br#"{"command":"pause"}"#,
+        br#"{"command":"resume"}"#,
+        br#"{"command":"verify"}"#,
+        br#"{"command":"migrate","to":"h:1"}"#,
+        br#"{"command":"check","to":"h:1"}"#,
+        br#"{"command":"set"}"#,
+        br#"{"command":"cancel"}"#,
+        br#"{"command":"recover"}"#,
+        br#"{"command":"abandon"}"#,
+        br#"{"command":"console"}"#,
+        br#"{"command":"report"}"#,
+        br#"{"command":"quit"}"#,
+    ];
+
     #[test]
     fn requests_are_what_the_documentation_says() {
         assert_eq!(
             parse_request(br#"{"command":"status"}"#).unwrap(),
-            Request::Status
+            Request::Status {}
         );
         let migrate = br#"{"command":"migrate","to":"h:1","precopy_passes":2}"#;
         let wanted = Request::Migrate {
@@ -315,6 +333,28 @@ mod tests {
         ] {
             let failure = parse_request(bad).expect_err("nonsense");
             assert!(failure.message.contains("invalid request"), "{failure}");
+        }
+        for wanted in ALL {
+            let with = |more: &str| {
+                let line = String::from_utf8(wanted.to_vec()).unwrap();
+                format!("{}{more}}}", line.trim_end_matches('}')).into_bytes()
+            };
+            parse_request(&with("")).unwrap_or_else(|failure| panic!("{failure}"));
+            let command = r#","command":"quit""#;
+            for more in [
+                r#","x":1"#,
+                r#","":null"#,
+                r#","Command":"status""#,
+                command,
+            ] {
+                let line = with(more);
+                let text = String::from_utf8_lossy(&line).into_owned();
+                let failure = parse_request(&line).expect_err(&text);
+                assert!(
+                    failure.message.contains("invalid request"),
+                    "{text}: {failure}"
+                );
+            }
         }
         let deep = vec![b'['; 60_000];
         parse_request(&deep).expect_err("nested nonsense does not overflow the stack");

@@ -243,7 +243,7 @@ pub(crate) fn make_room(clients: &mut Vec<Client>, most: usize) -> bool {
 
 fn refuse_client(mut stream: UnixStream) {
     let failure = Failure::new(
-        Exit::NoVm,
+        Exit::Declined,
         format!("requests of {MAX_CLIENTS} clients are being served; try again later"),
     );
     let _ = stream.set_write_timeout(Some(POLL));
@@ -307,7 +307,7 @@ fn serve_client(
             there = there && write_within(&writer, &line.to_bytes(), WRITE_LIMIT).is_ok();
         };
         let request = parse_request(&line);
-        if matches!(request, Ok(Request::Console)) {
+        if matches!(request, Ok(Request::Console {})) {
             match Attached::begin(service, attached) {
                 Ok(console) => {
                     tell(Line::Result(serde_json::json!({"state": "attached"})));
@@ -347,7 +347,7 @@ impl<'a> Attached<'a> {
             let message = format!(
                 "{MAX_ATTACHED} clients are attached to the console already; detach one by Ctrl-]"
             );
-            return Err(Failure::new(Exit::NoVm, message));
+            return Err(Failure::new(Exit::Declined, message));
         }
         Ok(attached)
     }
@@ -391,7 +391,7 @@ mod tests {
         }
 
         fn console(&self) -> Result<Arc<Console>, Failure> {
-            Err(Failure::new(Exit::NoVm, "no console"))
+            Err(Failure::new(Exit::Declined, "no console"))
         }
     }
 

@@ -164,7 +164,7 @@ impl Child {
     /// When the VM does not arrive.
     pub(super) fn wait_until_here(&mut self, interrupts: &Interrupts) -> Result<(), Failure> {
         let here = interrupts.wait_for(LIMIT, || {
-            let status = self.ask(&Request::Status, LIMIT, interrupts)?;
+            let status = self.ask(&Request::Status {}, LIMIT, interrupts)?;
             Ok((status["state"] == "running").then_some(()))
         })?;
         here.ok_or_else(|| self.failed("it does not say that the VM runs there"))
@@ -212,7 +212,12 @@ impl Child {
     /// # Errors
     /// When it does not end well.
     pub(super) fn end(mut self) -> Result<(), Failure> {
-        ask(&self.control, &Request::Quit, LIMIT, &Interrupts::default())?;
+        ask(
+            &self.control,
+            &Request::Quit {},
+            LIMIT,
+            &Interrupts::default(),
+        )?;
         let deadline = Instant::now() + LIMIT;
         while Instant::now() < deadline {
             match self.process.try_wait() {

@@ -175,7 +175,7 @@ impl There {
             std::thread::sleep(Interrupts::POLL);
         }
         // A vCPU that failed ends the child.
-        child.ask(&Request::Status, ASK_LIMIT, interrupts)?;
+        child.ask(&Request::Status {}, ASK_LIMIT, interrupts)?;
         Ok(self.hearing.view())
     }
 }

@@ -150,12 +150,12 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
         Some(linux) => Some(linux.hear(&mut child, feed, interrupts)?),
     };
     // Taken before the host pauses the guest to verify, so that the pause is not in the timeline.
-    let theirs: Report = read(child.ask(&Request::Report, ASK_LIMIT, interrupts)?)?;
+    let theirs: Report = read(child.ask(&Request::Report {}, ASK_LIMIT, interrupts)?)?;
     let verified = match guest_view {
         None => {
             feed.step("host verifies");
             Some(read(child.ask(
-                &Request::Verify,
+                &Request::Verify {},
                 VERIFY_LIMIT,
                 interrupts,
             )?)?)
@@ -337,7 +337,7 @@ fn wait_for_guest(child: &mut Child, feed: &Feed, interrupts: &Interrupts) -> Re
         list.map(|l| l.iter().map(|v| v.as_u64().unwrap_or(0)).collect())
             .unwrap_or_default()
     };
-    let first = child.ask(&Request::Status, ASK_LIMIT, interrupts)?;
+    let first = child.ask(&Request::Status {}, ASK_LIMIT, interrupts)?;
     // The pass in which the VM came began elsewhere. The next one runs here from end to end.
     let goals: Vec<u64> = numbers(&first, "pass")
         .iter()
@@ -347,7 +347,7 @@ fn wait_for_guest(child: &mut Child, feed: &Feed, interrupts: &Interrupts) -> Re
     let share_pages = first["memory_bytes"].as_u64().unwrap_or(0) / pageferry_addr::PAGE_SIZE;
     let (mut last, mut moved) = (start, Instant::now());
     loop {
-        let status = child.ask(&Request::Status, ASK_LIMIT, interrupts)?;
+        let status = child.ask(&Request::Status {}, ASK_LIMIT, interrupts)?;
         if let Some(why) = status["failures"].as_array().and_then(|f| f.first()) {
             return Err(Failure::new(
                 Exit::Guest,

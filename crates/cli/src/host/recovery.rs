@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 fn refuse(message: impl Into<String>) -> Failure {
-    Failure::new(Exit::NoVm, message)
+    Failure::new(Exit::Declined, message)
 }
 
 impl Host {

@@ -44,8 +44,13 @@ const END_OF_ARRIVAL: Duration = Duration::from_secs(15);
 /// Serves a host's control socket.
 pub(crate) struct HostService(pub(crate) Arc<Host>);
 
+/// A destination waits for its VM.
+fn no_vm() -> Failure {
+    Failure::new(Exit::NoVm, "there is no VM here yet")
+}
+
 fn refuse(message: impl Into<String>) -> Failure {
-    Failure::new(Exit::NoVm, message)
+    Failure::new(Exit::Declined, message)
 }
 
 pub(super) fn address(text: &str) -> Result<Address, Failure> {
@@ -57,16 +62,16 @@ impl Service for HostService {
     fn serve(&self, request: Request, event: &mut dyn FnMut(Event)) -> Result<Value, Failure> {
         let host = &self.0;
         match request {
-            Request::Status => Ok(host.status()),
-            Request::Pause => host.as_owner(|vm| {
+            Request::Status {} => Ok(host.status()),
+            Request::Pause {} => host.as_owner(|vm| {
                 vm.threads().pause(PAUSE_LIMIT)?;
                 Ok(json!({"state": "paused"}))
             }),
-            Request::Resume => host.as_owner(|vm| {
+            Request::Resume {} => host.as_owner(|vm| {
                 vm.threads().resume();
                 Ok(json!({"state": "running"}))
             }),
-            Request::Verify => host.while_here(|vm| {
+            Request::Verify {} => host.while_here(|vm| {
                 let mut verified = Verified::new(&vm.verify()?);
                 if let Some(earlier) = host.earlier.get() {
                     verified.host &= earlier.host;
@@ -81,13 +86,13 @@ impl Service for HostService {
             } => host.migrate(&to, precopy_passes, &options, event),
             Request::Check { to, options } => host.check(&to, &options),
             Request::Set(change) => host.set(&change),
-            Request::Cancel => host.cancel(),
+            Request::Cancel {} => host.cancel(),
             Request::Recover { to, listen } => host.recover(to.as_deref(), listen.as_deref()),
             Request::Abandon { resume_here } => host.abandon(resume_here),
             // The connection to the console is the server's.
-            Request::Console => self.console().map(|_| Value::Null),
-            Request::Report => host.report(),
-            Request::Quit => {
+            Request::Console {} => self.console().map(|_| Value::Null),
+            Request::Report {} => host.report(),
+            Request::Quit {} => {
                 host.ask_to_quit();
                 Ok(json!({"state": "ending"}))
             }
@@ -96,7 +101,7 @@ impl Service for HostService {
 
     fn console(&self) -> Result<Arc<Console>, Failure> {
         let vm = self.0.vm();
-        let vm = vm.ok_or_else(|| refuse("there is no VM here yet"))?;
+        let vm = vm.ok_or_else(no_vm)?;
         // A machine may have a console that its guest does not know.
         let console = vm.console().filter(|_| vm.workload().is_none());
         let none = "the guest has no console: only a kernel (`run --kernel`) has one";
@@ -173,9 +178,9 @@ impl Host {
     fn vm_here(&self, activity: &Activity) -> Result<Arc<Vm>, Failure> {
         let why = match activity {
             Activity::Here => {
-                return self.vm().ok_or_else(|| refuse("there is no VM here yet"));
+                return self.vm().ok_or_else(no_vm);
             }
-            Activity::Waiting => "there is no VM here yet".into(),
+            Activity::Waiting => return Err(no_vm()),
             Activity::Arriving(phase) => {
                 format!("the VM is still being received ({phase}); try again when it is here")
             }
@@ -378,7 +383,7 @@ impl Host {
         let mut received = self
             .received()
             .ok_or_else(|| refuse("no migration has brought a VM here"))?;
-        let vm = self.vm().ok_or_else(|| refuse("there is no VM here yet"))?;
+        let vm = self.vm().ok_or_else(no_vm)?;
         received.large_mappings = Some(vm.large_mappings());
         Ok(json!(Report {
             engine: vm.engine().name().into(),

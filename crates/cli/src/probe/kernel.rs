@@ -5,7 +5,7 @@ use crate::size;
 use crate::vm::deliveries_of;
 use pageferry_machine::kvm::{self, DirtyTracking};
 use pageferry_machine::{Backing, Delivery, Engine};
-use pageferry_userfault::uffd::{Features, UffdSupport};
+use pageferry_userfault::uffd::{Features, OpenedBy, UffdSupport};
 use rustix::fs::MemfdFlags;
 use std::fs;
 use std::path::Path;
@@ -122,9 +122,11 @@ pub(super) fn userfaultfd() -> Finding {
     let words = |steps: &[&(Features, &str, &str)]| {
         steps.iter().map(|s| s.1).collect::<Vec<_>>().join("; ")
     };
-    let opened = support
-        .opened_by
-        .map_or(String::new(), |by| format!("opened by {by:?}, "));
+    let opened = match support.opened_by {
+        Some(OpenedBy::Syscall) => "opened by userfaultfd(2), ",
+        Some(OpenedBy::Device) => "opened by /dev/userfaultfd, ",
+        None => "",
+    };
     Finding {
         name,
         state: if lacks.is_empty() {

@@ -116,6 +116,15 @@ impl fmt::Display for Protection {
     }
 }
 
+/// The lost connections that the migration survived.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Losses {
+    /// How often the control channel was lost and opened again.
+    pub(crate) reconnects: u32,
+    /// The open channels of all roles that were lost.
+    pub(crate) channels_lost: u64,
+}
+
 /// The source's record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Sent {
@@ -159,6 +168,9 @@ pub(crate) struct Sent {
     /// The notes of pre-copy.
     #[serde(default)]
     pub(crate) notes: Vec<String>,
+    /// How often the connections were opened again.
+    #[serde(default)]
+    pub(crate) losses: Losses,
     /// The kind of host memory behind the VM at the source.
     pub(crate) backing: String,
     /// The source process's memory beyond guest memory, in bytes, if it is known.
@@ -192,6 +204,10 @@ impl Sent {
             passes: passes(&report.passes),
             blackout_forecast_ns: report.blackout_forecast.map(ns),
             notes: report.notes.clone(),
+            losses: Losses {
+                reconnects: report.reconnects,
+                channels_lost: report.channels_lost,
+            },
             backing: backing.name().into(),
             overhead_bytes: Overhead::beside(Some(backing)).map(|o| o.total()),
             samples,
@@ -243,6 +259,9 @@ pub(crate) struct Received {
     pub(crate) pages: Pages,
     /// Pages missing at the start.
     pub(crate) missing_at_start: u64,
+    /// How often the connections were opened again.
+    #[serde(default)]
+    pub(crate) losses: Losses,
     /// The kind of host memory behind the VM at the destination.
     pub(crate) backing: String,
     /// The large mappings of the memory, when the record was asked for.
@@ -286,6 +305,10 @@ impl Received {
             local_faults: report.local_faults,
             pages: report.pages.into(),
             missing_at_start: report.missing_at_start,
+            losses: Losses {
+                reconnects: report.reconnects,
+                channels_lost: report.channels_lost,
+            },
             backing: backing.name().into(),
             large_mappings: None,
             overhead_bytes: Overhead::beside(Some(backing)).map(|o| o.total()),

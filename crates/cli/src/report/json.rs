@@ -10,6 +10,7 @@ pub(super) fn show(report: &Report) -> Value {
     let received = report.received.as_ref();
     let sent = report.sent.as_ref();
     let protection = report.protection();
+    let losses = sent.map(|s| s.losses).or(received.map(|r| r.losses));
     json!({
         "engine": report.engine,
         "delivery": received.map(|r| &r.delivery),
@@ -21,6 +22,8 @@ pub(super) fn show(report: &Report) -> Value {
         "tls": protection.and_then(|p| p.tls.as_ref()),
         "peer_name": protection.and_then(|p| p.peer_name.as_ref()),
         "protocol_version": protection.map(|p| p.version),
+        "reconnects": losses.map(|l| l.reconnects),
+        "channels_lost": losses.map(|l| l.channels_lost),
         "blackout_ms": blackout.map(|b| b.ms),
         "blackout_kind": blackout.map(|b| b.kind.name()),
         "blackout_exact": blackout.map(|b| b.kind == super::BlackoutKind::Exact),

@@ -1,6 +1,6 @@
 //! Tests of the report as a whole: its computed values, and the form of its output.
 
-use super::halves::{Pages, Prefetch};
+use super::halves::{Losses, Pages, Prefetch};
 use super::*;
 
 const START: u64 = 1_000_000_000;
@@ -58,6 +58,10 @@ fn report() -> Report {
             passes: vec![(8192, 100_000_000)],
             blackout_forecast_ns: Some(1_700_000),
             notes: vec!["it does not converge".into()],
+            losses: Losses {
+                reconnects: 1,
+                channels_lost: 3,
+            },
             backing: "hugetlb-2m".into(),
             overhead_bytes: Some(9 << 20),
             samples: samples(0..112),
@@ -80,6 +84,7 @@ fn report() -> Report {
             local_faults: 3,
             pages: Pages::default(),
             missing_at_start: 2000,
+            losses: Losses::default(),
             backing: "shmem".into(),
             large_mappings: Some(LargeMappings {
                 host_bytes: Some(24 << 20),

@@ -252,7 +252,7 @@ impl Vm {
     pub(crate) fn verify_paused(&self) -> Result<Verdict, Failure> {
         let Some(workload) = &self.workload else {
             return Err(Failure::new(
-                Exit::NoVm,
+                Exit::Declined,
                 "the guest is Linux, and nobody knows what its pages hold: verify a VM of the test program",
             ));
         };

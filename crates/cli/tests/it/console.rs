@@ -137,8 +137,8 @@ fn clients_that_neither_read_nor_leave_harm_nobody() {
     let socket = background(&dir);
     let silent: Vec<_> = (0..4).map(|_| attach(&socket)).collect();
     let fifth = ask(Path::new(&socket), "{\"command\":\"console\"}\n").unwrap();
-    assert_eq!(fifth["error"]["kind"], "no-vm", "{fifth}");
-    pageferry(&["console", "--vm", &socket]).assert_failed(11, "4 clients");
+    assert_eq!(fifth["error"]["kind"], "declined", "{fifth}");
+    pageferry(&["console", "--vm", &socket]).assert_failed(17, "4 clients");
     // One of them types more than all queues hold, and reads nothing of the echo.
     let mut busy = &silent[0];
     busy.set_nonblocking(true).unwrap();
@@ -164,7 +164,7 @@ fn clients_that_neither_read_nor_leave_harm_nobody() {
 fn a_vm_without_a_console_says_so() {
     let source = Source::start("16M");
     let socket = source.socket.to_str().unwrap();
-    pageferry(&["console", "--vm", socket]).assert_failed(11, "has no console");
+    pageferry(&["console", "--vm", socket]).assert_failed(17, "has no console");
     pageferry(&["console", "--vm", "/no/such/vm"]).assert_failed(11, "/no/such/vm");
     // The connection stays of use for other requests.
     let mut stream = UnixStream::connect(socket).unwrap();
@@ -172,7 +172,7 @@ fn a_vm_without_a_console_says_so() {
     let requests = b"{\"command\":\"console\"}\n{\"command\":\"status\"}\n";
     stream.write_all(requests).unwrap();
     let mut lines = BufReader::new(stream).lines();
-    assert!(lines.next().unwrap().unwrap().contains("no-vm"));
+    assert!(lines.next().unwrap().unwrap().contains("declined"));
     assert!(lines.next().unwrap().unwrap().contains("running"));
     source.assert_unharmed();
 }

@@ -169,7 +169,7 @@ fn a_link_that_stays_broken_is_given_up_and_the_vm_stays_paused() {
     );
     let resume =
         crate::support::pageferry(&["resume", "--vm", destination.socket.to_str().unwrap()]);
-    resume.assert_failed(11, "must not run without them");
+    resume.assert_failed(17, "must not run without them");
     let before = status(&destination.socket).unwrap()["guest"].clone();
     std::thread::sleep(Duration::from_millis(200));
     assert_eq!(

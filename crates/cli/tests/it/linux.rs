@@ -140,7 +140,7 @@ fn a_kernel_moves_and_hears_keys_at_the_destination() {
         let socket = there.path("vm");
         let told = status(&socket).unwrap();
         assert!(told["guest"].is_null(), "{told}");
-        pageferry(&["verify", "--vm", socket.to_str().unwrap()]).assert_failed(11, "Linux");
+        pageferry(&["verify", "--vm", socket.to_str().unwrap()]).assert_failed(17, "Linux");
         wait_until("text at the destination", || {
             destination.said().contains('.')
         });

@@ -91,7 +91,7 @@ fn pause_and_resume_count_until_the_switch_over() {
     };
     in_precopy();
     assert_eq!(is_paused(&source.socket), Some(false));
-    on(&destination.socket, &["resume"]).assert_failed(11, "not handed over yet");
+    on(&destination.socket, &["resume"]).assert_failed(17, "not handed over yet");
     on(&source.socket, &["pause"]).assert_ok();
     assert_eq!(is_paused(&source.socket), Some(true));
     assert_eq!(status(&source.socket).unwrap()["state"], "leaving");
@@ -134,7 +134,7 @@ fn the_destination_has_a_paused_vm_from_the_hand_over_on() {
     });
     assert_eq!(is_paused(there), Some(true));
     wait_for("the source to know", || is_paused(here)?.then_some(()));
-    on(here, &["resume"]).assert_failed(11, "pause and resume it at its destination");
+    on(here, &["resume"]).assert_failed(17, "pause and resume it at its destination");
     on(there, &["resume"]).assert_ok();
     assert_eq!(is_paused(there), Some(false));
     shaper.reset(Which::All);
@@ -175,13 +175,13 @@ fn a_vm_that_lacks_pages_is_not_one_that_its_owner_has_paused() {
     on(there, &["abandon"]).assert_ok();
     wait_for_state(there, "incomplete");
     assert_eq!(is_paused(there), None);
-    on(there, &["resume"]).assert_failed(11, "of its pages never arrived");
+    on(there, &["resume"]).assert_failed(17, "of its pages never arrived");
     on(here, &["abandon"]).assert_ok();
     migrate
         .end()
         .assert_failed(10, "stays paused at the source");
     wait_for_state(here, "given-up");
-    on(here, &["resume"]).assert_failed(11, "may have run there");
+    on(here, &["resume"]).assert_failed(17, "may have run there");
     on(here, &["abandon", "--resume-here"]).assert_ok();
     assert_paused_and_whole(here, pages);
     assert_runs_on(here);

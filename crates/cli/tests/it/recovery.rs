@@ -44,7 +44,11 @@ fn a_vm_goes_on_when_all_connections_break() {
         std::thread::sleep(std::time::Duration::from_millis(200));
     }
     assert_runs_on(&destination.socket);
-    migrate.end().assert_ok();
+    let ended = migrate.end();
+    ended.assert_ok();
+    let report = ended.json();
+    assert!(report["reconnects"].as_u64().unwrap() >= 1, "{report}");
+    assert!(report["channels_lost"].as_u64().unwrap() >= 1, "{report}");
     source.process.end().assert_ok();
     let session = status(&destination.socket).unwrap()["session"].clone();
     assert!(session["reconnects"].as_u64().unwrap() >= 1, "{session}");
@@ -82,7 +86,7 @@ fn an_operator_gives_another_way() {
     let (here, there) = (&source.socket, &destination.socket);
     let vm = |socket: &std::path::Path| socket.to_str().unwrap().to_owned();
     pageferry(&["recover", "--vm", &vm(here), "--to", "127.0.0.1:1"])
-        .assert_failed(11, "nothing to recover");
+        .assert_failed(17, "nothing to recover");
     source.wait_until_all_is_written();
     let migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
     wait_for("the hand-over", || {
@@ -91,7 +95,7 @@ fn an_operator_gives_another_way() {
     shaper.refuse(true);
     shaper.reset(Which::All);
     pageferry(&["recover", "--vm", &vm(here), "--listen", "127.0.0.1:0"])
-        .assert_failed(11, "this is the source");
+        .assert_failed(17, "this is the source");
     let listening = pageferry(&["recover", "--vm", &vm(there), "--listen", "127.0.0.1:0"]);
     listening.assert_ok();
     let address = listening.stdout.split_whitespace().nth(2).unwrap();
@@ -108,7 +112,7 @@ fn an_operator_ends_it_and_resumes_the_whole_copy() {
     let shaper = shaper(&destination);
     source.wait_until_all_is_written();
     let vm = source.socket.to_str().unwrap();
-    pageferry(&["abandon", "--vm", vm]).assert_failed(11, "nothing to abandon");
+    pageferry(&["abandon", "--vm", vm]).assert_failed(17, "nothing to abandon");
     let migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
     wait_for("the hand-over", || {
         (stage(&destination.socket)? == "running").then_some(())
@@ -149,7 +153,7 @@ fn an_operator_who_knows_that_the_destination_is_gone_runs_the_vm_at_its_source(
     wait_for("the hand-over", || {
         (stage(&destination.socket)? == "running").then_some(())
     });
-    pageferry(&["cancel", "--vm", vm]).assert_failed(11, "too late to cancel");
+    pageferry(&["cancel", "--vm", vm]).assert_failed(17, "too late to cancel");
     // Its host loses power.
     drop(destination);
     let resumed = pageferry(&["abandon", "--vm", vm, "--resume-here"]);

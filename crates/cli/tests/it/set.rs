@@ -25,7 +25,7 @@ fn a_vm_without_a_migration_has_nothing_to_set() {
     let source = Source::start("16M");
     let socket = source.socket.to_str().unwrap();
     let set = ["set", "--vm", socket, "--max-bandwidth", "1gbit"];
-    pageferry(&set).assert_failed(11, "no migration is under way");
+    pageferry(&set).assert_failed(17, "no migration is under way");
     let migrate = ["migrate", "--vm", socket, "--to", "h:1"];
     let (passes, auto) = (["--precopy-passes", "2"], ["--switch", "auto"]);
     let above = ["--max-bandwidth", "1M", "--max-postcopy-bandwidth", "2M"];
@@ -65,7 +65,7 @@ fn an_operator_holds_the_switch_over_back_and_lets_it_go() {
     pageferry(&wrong).assert_failed(2, "counts with `auto` only, not with `manual`");
     let there = destination.socket.to_str().unwrap();
     let wrong = ["set", "--vm", there, "--switch", "now"];
-    pageferry(&wrong).assert_failed(11, "set it at the source");
+    pageferry(&wrong).assert_failed(17, "set it at the source");
     let set = [
         "set",
         "--vm",

@@ -7,6 +7,7 @@ use pageferry_testkit::two_hosts::{self, Host, Link, Rate, TwoHosts};
 use pageferry_testkit::wait_for;
 use std::net::Ipv4Addr;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// Two hosts, and a VM on the first one that has written all of its memory.
 struct Pair {
@@ -143,4 +144,101 @@ fn the_destinations_address_changes_and_an_operator_gives_the_new_one() {
     recover(&pair.source.socket, "--to", address);
     pair.assert_reconnected();
     pair.assert_moved(migrate);
+}
+
+/// The hosts of these tests believe in packets of 9000 bytes, and their link drops those above 1500.
+fn dropping() -> Link {
+    Link::new(Rate::mbit(1000)).mtu(9000).drops_above(1500)
+}
+
+/// Both commands say within seconds what is wrong, and the VM runs on.
+#[test]
+fn a_path_that_drops_large_packets_is_found_before_the_hand_over() {
+    let Some(hosts) = two_hosts::or_skip(&dropping()) else {
+        return;
+    };
+    let of = |host| netns::command(hosts.name(host), PAGEFERRY);
+    let listen = format!("{}:0", hosts.address(Host::B));
+    let destination = Destination::start_by(of(Host::B), &listen, &["--insecure"]);
+    let source = Source::start_by(of(Host::A), "soft", "16M");
+    let to = &destination.address;
+    for more in [&["--check"][..], &[], &["--precopy-passes", "0"]] {
+        let began = Instant::now();
+        let more = [&["--insecure"], more].concat();
+        let ended = source.migrate_with(to, &more).end();
+        ended.assert_failed(6, "small packets pass and large ones do not");
+        assert!(began.elapsed() < Duration::from_secs(30), "{ended:?}");
+        assert!(ended.stderr.contains("MTU of both hosts"), "{ended:?}");
+        assert_eq!(status(&source.socket).unwrap()["state"], "running");
+    }
+    destination
+        .process
+        .wait_until_said("its small packets arrive");
+    // The same destination takes the VM when the path is whole.
+    hosts.reshape(&Link::new(Rate::mbit(1000))).unwrap();
+    let check = source.migrate_with(to, &["--insecure", "--check"]).end();
+    check.assert_ok();
+    source.migrate_with(to, &["--insecure"]).end().assert_ok();
+    source.process.end().assert_ok();
+    assert_whole(&destination.socket);
+    destination.process.interrupt();
+    destination.process.end().assert_ok();
+}
+
+/// The hosts believe in larger packets than a handshake sends, and the path drops these. No channel
+/// sends them.
+#[test]
+fn a_path_that_drops_packets_beyond_those_of_ethernet_carries_a_vm() {
+    let link = Link::new(Rate::mbit(1000)).mtu(65_535).drops_above(20_000);
+    let Some(hosts) = two_hosts::or_skip(&link) else {
+        return;
+    };
+    let of = |host| netns::command(hosts.name(host), PAGEFERRY);
+    let listen = format!("{}:0", hosts.address(Host::B));
+    let destination = Destination::start_by(of(Host::B), &listen, &["--insecure"]);
+    let source = Source::start_by(of(Host::A), "soft", "16M");
+    source.wait_until_all_is_written();
+    let to = &destination.address;
+    source.migrate_with(to, &["--insecure"]).end().assert_ok();
+    source.process.end().assert_ok();
+    assert_whole(&destination.socket);
+    destination.process.interrupt();
+    destination.process.end().assert_ok();
+}
+
+/// The path loses its large packets once the VM is handed over: it is lost, and found again when
+/// they pass. The guest waits meanwhile.
+#[test]
+fn a_path_that_begins_to_drop_large_packets_delays_a_vm() {
+    let link = |burst| Link {
+        burst,
+        ..Link::new(slow()).mtu(9000)
+    };
+    let Some(hosts) = two_hosts::or_skip(&link(128 << 10)) else {
+        return;
+    };
+    let of = |host| netns::command(hosts.name(host), PAGEFERRY);
+    let listen = format!("{}:0", hosts.address(Host::B));
+    let flags = ["--insecure", "--dead-after", "500ms"];
+    let destination = Destination::start_by(of(Host::B), &listen, &flags);
+    let source = Source::start_by(of(Host::A), "soft", "16M");
+    source.wait_until_all_is_written();
+    let more = [&flags[..], &["--precopy-passes", "0"]].concat();
+    let migrate = source.migrate_with(&destination.address, &more);
+    wait_for("the guest to run there", || {
+        (session(&destination.socket)?["stage"] == "running").then_some(())
+    });
+    hosts.reshape(&link(1514)).unwrap();
+    wait_for("a channel to be lost", || {
+        (session(&source.socket)?["channels_lost"].as_u64()? > 0).then_some(())
+    });
+    hosts.reshape(&link(128 << 10)).unwrap();
+    let ended = migrate.end();
+    ended.assert_ok();
+    let report = ended.json();
+    assert!(report["channels_lost"].as_u64().unwrap() >= 1, "{report}");
+    source.process.end().assert_ok();
+    assert_whole(&destination.socket);
+    destination.process.interrupt();
+    destination.process.end().assert_ok();
 }

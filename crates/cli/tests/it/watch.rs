@@ -150,9 +150,9 @@ fn a_watch_ends_with_the_migration_or_its_time() {
     let watch = Process::start(&["watch", "--vm", socket], &source.dir);
     watch.wait_until_said("pages to go");
     let abandon = pageferry(&["abandon", "--vm", socket, "--resume-here"]);
-    abandon.assert_failed(11, "use `pageferry cancel`");
+    abandon.assert_failed(17, "use `pageferry cancel`");
     pageferry(&["recover", "--vm", socket, "--to", "127.0.0.1:9"])
-        .assert_failed(11, "not handed over yet");
+        .assert_failed(17, "not handed over yet");
     pageferry(&["cancel", "--vm", socket]).assert_ok();
     migrate
         .end()
@@ -168,7 +168,7 @@ fn a_watch_ends_with_the_migration_or_its_time() {
             .starts_with("running"),
         "{watched:?}"
     );
-    pageferry(&["cancel", "--vm", socket]).assert_failed(11, "no migration is under way");
+    pageferry(&["cancel", "--vm", socket]).assert_failed(17, "no migration is under way");
     server.join().unwrap();
     source.assert_unharmed();
 }

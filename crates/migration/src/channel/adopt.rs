@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
+use super::connect::bound_packets;
 use super::connection::peer_address;
 use super::{AdoptError, Connection, Listener};
 use crate::address::Address;
@@ -44,6 +45,7 @@ impl Listener {
         }
         let bound = getsockname(&socket).map_err(std::io::Error::from)?;
         let address = if tcp {
+            bound_packets(&socket);
             let bound = SocketAddr::try_from(bound).map_err(std::io::Error::from)?;
             Address::Tcp {
                 host: bound.ip().to_string(),

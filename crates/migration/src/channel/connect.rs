@@ -3,16 +3,22 @@
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::connection::{is_loopback, peer_address};
-use super::{ChannelError, Connection, OpenError, Wait, race};
+use super::{ChannelError, Connection, OpenError, Wait, race, raw};
 use crate::address::Address;
 
 /// The pause between two attempts to connect to a unix listener whose queue is full.
 const QUEUE_FULL_PAUSE: Duration = Duration::from_millis(5);
+/// The most data of one packet: what a jumbo frame of Ethernet (9000 bytes) has at most. Without a
+/// bound, a path of a larger MTU would carry some packets that no handshake has tried: a connection
+/// begins with smaller ones than it has later.
+pub(crate) const MAX_SEGMENT: u16 = 9000 - 40;
+/// A handshake sends at least one packet as large as any later one.
+const _: () = assert!(MAX_SEGMENT as usize <= crate::wire::PATH_CHECK_BYTES);
 
 impl Connection {
     /// Connects to `address`. A host may have several addresses: attempts at them begin 250 ms
@@ -83,10 +89,21 @@ pub(super) fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, OpenErro
     Ok(found)
 }
 
-/// Opens a non-blocking stream socket that no child inherits.
+/// Opens a non-blocking stream socket that no child inherits. The packets of a TCP socket are
+/// bounded.
 pub(super) fn stream_socket(family: AddressFamily) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    socket_with(family, SocketType::STREAM, flags, None)
+    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+    if family != AddressFamily::UNIX {
+        bound_packets(&socket);
+    }
+    Ok(socket)
+}
+
+/// Bounds the packets of a connection to [`MAX_SEGMENT`], in both directions.
+pub(super) fn bound_packets(socket: &OwnedFd) {
+    // A kernel, or a stream protocol of this family, without the option sends what it likes.
+    let _ = raw::limit_segments(socket.as_fd(), MAX_SEGMENT);
 }
 
 fn connect_unix(

@@ -1,8 +1,10 @@
 #![expect(
     unsafe_code,
-    reason = "moves bytes between sockets and memory for which no reference may exist"
+    reason = "moves bytes between sockets and memory for which no reference may exist, and asks \
+              sockets what rustix cannot ask"
 )]
-//! The moving of bytes, for memory given by address: two system calls, and copies for TLS.
+//! The moving of bytes, for memory given by address: two system calls, and copies for TLS. Two more
+//! calls ask and tell sockets what no safe function does.
 //!
 //! A reference to guest memory would claim that no thread writes it. This is false while a guest
 //! runs. So callers pass addresses and keep the contracts stated here.
@@ -154,6 +156,28 @@ pub(super) fn unacknowledged(fd: BorrowedFd<'_>) -> u64 {
         u64::try_from(bytes).unwrap_or(0)
     } else {
         0
+    }
+}
+
+/// Bounds the data of one packet in both directions: `TCP_MAXSEG` of tcp(7). It counts for a
+/// connection that is opened later, and for those that a listener accepts.
+pub(super) fn limit_segments(fd: BorrowedFd<'_>, bytes: u16) -> io::Result<()> {
+    let bytes = libc::c_int::from(bytes);
+    // SAFETY: the option is an `int`, which the kernel reads from `bytes`. The descriptor is open
+    // while it is borrowed.
+    let set = unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_MAXSEG,
+            (&raw const bytes).cast(),
+            size_of_val(&bytes) as libc::socklen_t,
+        )
+    };
+    if set == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
     }
 }
 

@@ -1,11 +1,11 @@
 //! The waiting of an operation: spin or sleep, the limit, and the interruption.
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::event::{PollFd, PollFlags};
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use super::{ChannelError, Spinner};
+use crate::bell::sleep_on;
 
 /// The interval at which a sleeping wait calls `stop`.
 const STOP_CHECK: Duration = Duration::from_millis(50);
@@ -187,15 +187,10 @@ impl<'a> Waiter<'a> {
             (None, Some(_)) => Some(STOP_CHECK),
             (left, None) => left,
         };
-        // A limit that is too long for the kernel's clock counts as no limit.
-        let pause = pause.and_then(|pause| Timespec::try_from(pause).ok());
-        match poll(&mut [PollFd::from_borrowed_fd(fd, events)], pause.as_ref()) {
-            Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(errno) => Err(ChannelError::Lost {
-                what: self.wait.what,
-                source: errno.into(),
-            }),
-        }
+        // The longest counts as none.
+        let pause = pause.unwrap_or(Duration::MAX);
+        sleep_on(&mut [PollFd::from_borrowed_fd(fd, events)], pause);
+        Ok(())
     }
 
     fn check_stop(&self) -> Result<(), ChannelError> {

@@ -220,6 +220,7 @@ impl Supervisor<'_, '_, '_> {
             pages: self.counts(),
             missing_at_start: self.loading.missing_at_start(),
             reconnects: self.reconnects,
+            channels_lost: self.channels_lost,
         })
     }
 

@@ -23,7 +23,7 @@ use super::collapse::Collapser;
 use super::shared::Letter;
 use super::stalls::Stalls;
 use super::urgent::UrgentChannel;
-use crate::bell::Bell;
+use crate::bell::{Bell, sleep_on};
 use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
@@ -35,7 +35,7 @@ use crate::wire::{PAGE_BYTES, UrgentMessage};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Machine, MachineError};
 use pageferry_userfault::{Claim, PageBitmap, PageStates, Waiters};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
@@ -512,16 +512,7 @@ impl Core {
                 .iter()
                 .map(|connection| PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)),
         );
-        let nap = Timespec {
-            tv_sec: 0,
-            tv_nsec: SLEEP_LIMIT.subsec_nanos().into(),
-        };
-        match poll(&mut fds, Some(&nap)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            // The kernel lacks memory, or the limit of descriptors is below their number. The
-            // caller looks again all the same.
-            Err(_) => std::thread::sleep(SLEEP_LIMIT),
-        }
+        sleep_on(&mut fds, SLEEP_LIMIT);
     }
 
     /// Requests a page that no vCPU waits for. Reads replies until the page arrives, for at most

@@ -6,7 +6,9 @@
 //!
 //! **Mechanism.** The acceptor's thread asks the desk. Sources that open a session wait at the desk
 //! until [`Destination::accept`](super::Destination::accept) takes the first that speaks. If there
-//! is no place, one that has said nothing gives up its own. The channels of the session that was
+//! is no place, one that has said nothing gives up its own. A source that only checks the way opens
+//! the other channels of a session that waits: each is proved, and closed. A source that moves a VM
+//! opens them later, when it has the destination. The channels of the session that was
 //! taken go to its supervisor, as letters. A letter takes the place of an older one that it makes
 //! useless, so there is at most one for each channel of the session.
 
@@ -23,10 +25,13 @@ use crate::quota::Quota;
 use crate::sync::{AtomicU64, Ordering};
 use crate::wire::{ChannelKey, Frame, Hello, Role, SessionId, Side, Status};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The most sessions that wait for their source's first word.
 const MAX_WAITING: usize = 32;
+/// The longest wait for that word. A source that checks the way says it when each of its channels
+/// has had [`HELLO_LIMIT`] for its large packets.
+const SILENT_LIMIT: Duration = HELLO_LIMIT.saturating_mul(2);
 
 /// A session that waits for its source's first word.
 pub(super) struct Candidate {
@@ -68,6 +73,14 @@ struct State {
     /// In the order in which they came, at most [`MAX_WAITING`].
     waiting: Vec<Candidate>,
     active: Option<Active>,
+}
+
+impl State {
+    /// The session that waits and to which this channel belongs, unless it is a control channel.
+    fn waiting_session(&self, session: SessionId, key: ChannelKey) -> Option<&Candidate> {
+        let mut waiting = self.waiting.iter();
+        waiting.find(|one| one.session == session && key.role != Role::Control)
+    }
 }
 
 /// Called with connections that did not become channels, at a bounded rate.
@@ -126,7 +139,7 @@ impl Desk {
         let mut at = 0;
         while let Some(candidate) = state.waiting.get_mut(at) {
             let said = match candidate.control.receive() {
-                Ok(None) if candidate.since.elapsed() < HELLO_LIMIT => {
+                Ok(None) if candidate.since.elapsed() < SILENT_LIMIT => {
                     at += 1;
                     continue;
                 }
@@ -236,7 +249,10 @@ impl Router for Desk {
                 active.admission.check(hello.key)?;
                 Ok(Expected::Known(active.secret.clone()))
             }
-            _ if !opens => Err(Status::UnknownSession),
+            _ if !opens => match state.waiting_session(hello.session, hello.key) {
+                Some(candidate) => Ok(Expected::Known(candidate.secret.clone())),
+                None => Err(Status::UnknownSession),
+            },
             None => Ok(Expected::New),
             Some(_) => Err(Status::Busy),
         }
@@ -252,6 +268,11 @@ impl Router for Desk {
             return Ok(());
         }
         let mut state = self.lock();
+        if state.waiting_session(agreed.session, agreed.key).is_some() {
+            // It has proved the way, and serves nothing else. If the source is gone, so is its check.
+            let _ = arrival.welcome();
+            return Ok(());
+        }
         let Some(active) = &mut state.active else {
             return Err(arrival.refused(Status::UnknownSession));
         };

@@ -67,12 +67,14 @@ use crate::phase::{Observer, Phase};
 use crate::quota::Quota;
 use crate::report::{DestinationReport, PhaseStart, Protected, StallRow};
 use crate::session::destination::{Action, Destination as Session, End, Event, Stage, step};
-use crate::session::{DestinationStage, SourceStage, ToDestination, ToSource};
+use crate::session::{
+    ChannelId, DestinationStage, Generation, SourceStage, ToDestination, ToSource,
+};
 use crate::status::{Board, SessionStatus};
 use crate::sync::AtomicBool;
 use crate::vm::RunningVm;
 use crate::wire::{Frame, MissingRuns, Text};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -263,6 +265,8 @@ struct Supervisor<'s, 'e, 'a> {
     losses: Quota,
     /// The open channels that were lost.
     channels_lost: u64,
+    /// A channel that was lost before the hand-over, while the source may have said why.
+    lost_channel: Option<(Instant, Generation, ChannelId, MigrationError)>,
     lost_since: Option<Instant>,
     reconnects: u32,
     end: Option<End>,
@@ -560,6 +564,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             self.error.get_or_insert(MigrationError::Cancelled);
             self.events.push_back(Event::GiveUp);
         }
+        self.conclude_loss();
         self.name_missing();
         self.core.repeat_if_due();
         self.check_lost_for_too_long();
@@ -582,7 +587,6 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ));
         }
         let nap = self.host.config.limits.interval().min(LONGEST_SLEEP);
-        let nap = Timespec::try_from(nap).expect("a short time");
-        let _ = poll(&mut fds, Some(&nap));
+        crate::bell::sleep_on(&mut fds, nap);
     }
 }

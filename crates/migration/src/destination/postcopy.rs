@@ -165,6 +165,7 @@ pub(super) fn run<'a>(
             last_loss: None,
             losses: crate::quota::Quota::new(),
             channels_lost: 0,
+            lost_channel: None,
             lost_since: None,
             reconnects: 0,
             end: None,

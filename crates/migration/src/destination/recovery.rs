@@ -7,7 +7,7 @@ use super::bulk::Bulk;
 use super::shared::Letter;
 use super::{Stage, Supervisor};
 use crate::channel::Connection;
-use crate::control::ControlLink;
+use crate::control::{ControlLink, LAST_WORD_LIMIT};
 use crate::error::MigrationError;
 use crate::session::destination::Event;
 use crate::session::{ChannelId, Generation, ToSource};
@@ -157,8 +157,22 @@ impl Supervisor<'_, '_, '_> {
         if !lost {
             return self.lose_control(error);
         }
+        if error.is_lost() && self.state.stage == Stage::Receiving && self.control.is_some() {
+            let loss = (Instant::now(), generation, id, error);
+            self.lost_channel.get_or_insert(loss);
+            return;
+        }
         self.note_loss(error);
         self.events.push_back(Event::ChannelLost(generation, id));
+    }
+
+    /// A channel is lost, and the source has not said why.
+    pub(super) fn conclude_loss(&mut self) {
+        let over = |(since, ..): &mut (Instant, _, _, _)| since.elapsed() >= LAST_WORD_LIMIT;
+        if let Some((_, generation, id, error)) = self.lost_channel.take_if(over) {
+            self.note_loss(error);
+            self.events.push_back(Event::ChannelLost(generation, id));
+        }
     }
 
     /// Ends the channels of `generation` and of those before.

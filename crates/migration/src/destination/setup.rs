@@ -14,7 +14,7 @@ use crate::phase::{Observer, Phase};
 use crate::report::DestinationReport;
 use crate::vm::{RunningVm, kind_of};
 use crate::wire::{ErrorCode, ErrorMessage, Frame, Kind, Setup};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -111,8 +111,7 @@ fn choose(host: &Destination, stop: &dyn Fn() -> bool) -> Result<Chosen, Migrati
         for connection in &connections {
             fds.push(PollFd::new(&**connection, PollFlags::IN));
         }
-        let tick = Timespec::try_from(TICK).expect("a short time");
-        let _ = poll(&mut fds, Some(&tick));
+        crate::bell::sleep_on(&mut fds, TICK);
     }
 }
 

@@ -7,7 +7,7 @@
 use super::governor::Governor;
 use super::pages::{FRAME_PAGES, PageFrame};
 use super::shared::{Mode, Shared};
-use crate::bell::Bell;
+use crate::bell::{Bell, sleep_on};
 use crate::channel::{Connection, Wait};
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
@@ -15,7 +15,7 @@ use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
 use crate::wire::{Frame, FrameHeader, HEADER_BYTES, PAGE_BYTES, Role, Side};
 use pageferry_addr::RamPage;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 use tracing::debug;
@@ -115,7 +115,7 @@ impl Bulk<'_> {
                 self.connection.write_all(&alive, &wait)?;
                 said = Instant::now();
             }
-            self.sleep(next)?;
+            self.sleep(next);
         }
     }
 
@@ -267,7 +267,7 @@ impl Bulk<'_> {
     }
 
     /// Sleeps until something has come back, the bell rings, or it is time to say something.
-    fn sleep(&self, next: Next) -> Result<(), MigrationError> {
+    fn sleep(&self, next: Next) {
         self.bell.hush();
         let shared = self.shared;
         let nap = match next {
@@ -278,7 +278,7 @@ impl Bulk<'_> {
                 if matches!(shared.mode(), Mode::Copy | Mode::Push)
                     && shared.ledger.unsent_count() > 0 =>
             {
-                return Ok(());
+                return;
             }
             _ => shared.limits.interval(),
         };
@@ -286,11 +286,7 @@ impl Bulk<'_> {
             PollFd::new(self.connection, PollFlags::IN),
             PollFd::new(self.bell, PollFlags::IN),
         ];
-        let nap = Timespec::try_from(nap).expect("a short time");
-        match poll(&mut fds, Some(&nap)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(e) => Err(MigrationError::os("cannot wait for receipts", e)),
-        }
+        sleep_on(&mut fds, nap);
     }
 }
 

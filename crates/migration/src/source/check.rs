@@ -2,11 +2,18 @@
 
 use super::config::{Route, SourceConfig};
 use super::recovery::Worked;
+use super::setup::channel_ids;
 use crate::control::ControlLink;
 use crate::error::MigrationError;
-use crate::handshake::{Identity, Opened, protection};
-use crate::wire::{ChannelKey, Frame, Side};
+use crate::handshake::{Identity, Opened, Protection, protection};
+use crate::wire::{ChannelKey, Frame, Side, Status, check_channels};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+/// The interval at which a check looks at its caller's `stop`.
+const TICK: Duration = Duration::from_millis(20);
 
 /// The outcome of [`check`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,35 +28,114 @@ pub struct Checked {
     pub tls_name: Option<String>,
 }
 
-/// Goes as far as the handshake of a migration: both sides prove who they are, and know the secret
-/// of a session. Then the session ends. The destination stays ready, and does not report it. A busy
-/// destination is not waited for. `stop` ends the check early.
+/// Goes as far as the handshakes of a migration: on each of its channels, both sides prove who they
+/// are, that they know the secret of a session, and that large packets reach them. Then the session
+/// ends. The destination stays ready, and does not report it. A busy destination is not waited for.
+/// `stop` ends the check early.
 ///
 /// # Errors
-/// Those of a migration that does not get as far as its offer.
+/// Those of a migration that does not get as far as its offer. The first channel that fails counts.
 pub fn check(
     route: &Route,
     config: &SourceConfig,
     stop: &dyn Fn() -> bool,
 ) -> Result<Checked, MigrationError> {
+    check_channels(config.bulk_channels, config.urgent_channels)?;
     let identity =
         Identity::random().map_err(|e| MigrationError::os("cannot make a session's secret", e))?;
     let protection = protection(config.tls.as_ref(), config.plain)?;
     let limit = config.limits.connect;
     let key = ChannelKey::control(1);
+    let worked = Worked::default();
     let Opened {
         connection, agreed, ..
-    } = route.open(&Worked::default(), &protection, &identity, key, limit, stop)?;
+    } = route.open(&worked, &protection, &identity, key, limit, stop)?;
     let (tls, tls_name) = (connection.is_tls(), connection.tls_name());
     let peer = connection.peer().to_owned();
     let mut control = ControlLink::new(Arc::new(connection), 1, Side::Destination, 0);
+    let others = Others {
+        route,
+        config,
+        worked: &worked,
+        protection: &protection,
+        identity: &identity,
+    };
+    let opened = others.open_all(stop).map_err(|error| match error {
+        // The destination took another source meanwhile. It has said so here.
+        MigrationError::Refused(Status::UnknownSession) => match control.receive() {
+            Ok(Some(Frame::Error(reason))) => MigrationError::gave_up(&reason),
+            _ => error,
+        },
+        error => error,
+    });
     // The destination gives the place of the session to others.
-    control.send(&Frame::Cancel)?;
+    let ended = control.send(&Frame::Cancel);
     control.close_gracefully();
+    opened?;
+    ended?;
     Ok(Checked {
         peer,
         version: agreed.version,
         tls,
         tls_name,
     })
+}
+
+/// The channels of a session beside its control channel.
+struct Others<'a> {
+    route: &'a Route,
+    config: &'a SourceConfig,
+    worked: &'a Worked,
+    protection: &'a Protection,
+    identity: &'a Identity,
+}
+
+impl Others<'_> {
+    /// Opens all of them at once, as a migration does, and closes them. The first failure ends the
+    /// attempts at the others.
+    fn open_all(&self, stop: &dyn Fn() -> bool) -> Result<(), MigrationError> {
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (sender, outcomes) = channel();
+            let mut first = Ok(());
+            for id in channel_ids(self.config) {
+                let (sender, over) = (sender.clone(), &over);
+                let key = ChannelKey {
+                    role: id.role,
+                    index: id.index,
+                    generation: 1,
+                    incarnation: id.incarnation,
+                };
+                let spawned = std::thread::Builder::new()
+                    .name("pf-check".into())
+                    .spawn_scoped(scope, move || {
+                        let over = || over.load(Ordering::Relaxed);
+                        let limit = self.config.limits.connect;
+                        let (ways, who) = (self.protection, self.identity);
+                        let opened = self.route.open(self.worked, ways, who, key, limit, &over);
+                        // The other end lives as long as this scope.
+                        let _ = sender.send(opened.map(drop).map_err(MigrationError::from));
+                    });
+                if let Err(e) = spawned {
+                    first = Err(MigrationError::os("cannot start a thread that connects", e));
+                    break;
+                }
+            }
+            drop(sender);
+            loop {
+                if first.is_err() {
+                    // Relaxed: it carries nothing but itself.
+                    over.store(true, Ordering::Relaxed);
+                }
+                match outcomes.recv_timeout(TICK) {
+                    Ok(outcome) => first = first.and(outcome),
+                    Err(RecvTimeoutError::Timeout) if stop() => {
+                        first = first.and(Err(MigrationError::Cancelled));
+                    }
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Err(RecvTimeoutError::Disconnected) => return first,
+                }
+            }
+        })
+    }
 }

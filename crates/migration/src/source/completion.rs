@@ -42,6 +42,7 @@ pub(super) fn new_report() -> SourceReport {
         blackout_forecast: None,
         notes: Vec::new(),
         reconnects: 0,
+        channels_lost: 0,
     }
 }
 
@@ -117,7 +118,7 @@ impl Supervisor<'_, '_, '_> {
             protected: (self.report.protected.version > 0).then(|| self.report.protected.clone()),
             generation: self.state.generation,
             reconnects: self.report.reconnects,
-            channels_lost: self.channels_lost,
+            channels_lost: self.report.channels_lost,
             channels: self.channels.open().collect(),
             pages_left: ledger.unacknowledged(),
             pages_in_flight: ledger.in_flight(),

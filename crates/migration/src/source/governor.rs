@@ -338,10 +338,10 @@ impl Governor {
 impl fmt::Display for Governor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (rate, bound) = (self.rate(), self.bound);
-        let round_trip = Duration::from_nanos(self.round_trip.unwrap_or(0));
+        let us = self.round_trip.unwrap_or(0) / 1000;
         write!(
             f,
-            "{rate} B/s, at least {round_trip:?} a round trip, at most {bound} B under way"
+            "{rate} B/s, at least {us} us a round trip, at most {bound} B under way"
         )
     }
 }

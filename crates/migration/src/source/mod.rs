@@ -73,13 +73,13 @@ use crate::ledger::Ledger;
 use crate::phase::{Observer, Phase};
 use crate::report::{PhaseStart, SourceReport};
 use crate::session::source::{Action, End, Event, Link, Source, Stage, step};
-use crate::session::{ToDestination, ToSource};
+use crate::session::{ChannelId, Generation, ToDestination, ToSource};
 use crate::sync::Ordering;
 use crate::vm::RunningVm;
 use crate::wire::{Frame, Setup};
 use pageferry_machine::Frozen;
 use pageferry_userfault::PageBitmap;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::thread::Scope;
@@ -228,7 +228,7 @@ fn attempt(
             resumes: false,
             named: (None, 0),
             last_loss: None,
-            channels_lost: 0,
+            lost_channel: None,
             lost_since: None,
             error: None,
             end: None,
@@ -271,8 +271,8 @@ struct Supervisor<'s, 'e, 'a> {
     error: Option<MigrationError>,
     /// The reason why the last channel was lost.
     last_loss: Option<String>,
-    /// The open channels that were lost.
-    channels_lost: u64,
+    /// A channel that was lost before the hand-over, while the destination may have said why.
+    lost_channel: Option<(Instant, Generation, ChannelId, MigrationError)>,
     /// Since when there is no control channel.
     lost_since: Option<Instant>,
     end: Option<End>,
@@ -367,7 +367,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
             let generation = control.generation;
             warn!(generation, %error, "the control channel is lost");
-            self.channels_lost += 1;
+            self.report.channels_lost += 1;
             self.note_loss(error);
             self.events.push_back(Event::Lost(generation));
         }
@@ -605,6 +605,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             self.note_giving_up(MigrationError::NO_CONNECTION);
             self.events.push_back(Event::GiveUp);
         }
+        self.conclude_loss();
         if let Err(error) = self.keep_precopy_time() {
             self.fail(error);
         }
@@ -627,8 +628,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ));
         }
         let nap = self.config.limits.interval().min(LONGEST_SLEEP);
-        let nap = Timespec::try_from(nap).expect("a short time");
-        let _ = poll(&mut fds, Some(&nap));
+        crate::bell::sleep_on(&mut fds, nap);
     }
 
     fn start_push(&mut self) {

@@ -14,6 +14,7 @@ use super::{Supervisor, Threads};
 use crate::address::Address;
 use crate::bell::Bell;
 use crate::channel::{Connection, Wait};
+use crate::control::LAST_WORD_LIMIT;
 use crate::error::MigrationError;
 use crate::handshake::{self, HandshakeError, Identity, Opened, Protection};
 use crate::ledger::{clear_all, runs};
@@ -482,12 +483,26 @@ impl Supervisor<'_, '_, '_> {
         // receipts may be wrong too.
         let broken = matches!(error, MigrationError::Wire(_) | MigrationError::Protocol(_));
         let was_open = self.channels.open().any(|open| open == id);
-        self.channels_lost += u64::from(was_open);
+        self.report.channels_lost += u64::from(was_open);
         if broken && self.state.has_handed_over() && was_open {
             return self.lose_control(error);
         }
+        if error.is_lost() && !self.state.has_handed_over() && self.control.is_some() {
+            let loss = (Instant::now(), generation, id, error);
+            self.lost_channel.get_or_insert(loss);
+            return;
+        }
         self.note_loss(error);
         self.events.push_back(Event::ChannelLost(generation, id));
+    }
+
+    /// A channel is lost, and the destination has not said why.
+    pub(super) fn conclude_loss(&mut self) {
+        let over = |(since, ..): &mut (Instant, _, _, _)| since.elapsed() >= LAST_WORD_LIMIT;
+        if let Some((_, generation, id, error)) = self.lost_channel.take_if(over) {
+            self.note_loss(error);
+            self.events.push_back(Event::ChannelLost(generation, id));
+        }
     }
 
     /// The control channel of `generation` could not be opened.

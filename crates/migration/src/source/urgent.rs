@@ -7,14 +7,14 @@
 use super::gate::Due;
 use super::pages::{is_zero, stopped_page};
 use super::shared::{Mode, Shared};
-use crate::bell::Bell;
+use crate::bell::{Bell, sleep_on};
 use crate::channel::{Connection, Spinner, Wait};
 use crate::error::MigrationError;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
 use crate::wire::{PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply};
 use pageferry_addr::RamPage;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use std::cell::RefCell;
 use std::io::IoSlice;
 use std::time::{Duration, Instant};
@@ -111,7 +111,7 @@ impl<'a> Urgent<'a> {
                 said = Instant::now();
             }
             if !spinner.spin() {
-                self.sleep()?;
+                self.sleep();
                 spinner = Spinner::new(URGENT_SPIN);
             }
         }
@@ -165,19 +165,13 @@ impl<'a> Urgent<'a> {
         })
     }
 
-    fn sleep(&self) -> Result<(), MigrationError> {
+    fn sleep(&self) {
         let mut fds = [
             PollFd::new(self.connection, PollFlags::IN),
             PollFd::new(self.bell, PollFlags::IN),
         ];
-        let nap = Timespec::try_from(self.shared.limits.interval()).expect("a short time");
-        match poll(&mut fds, Some(&nap)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {
-                self.bell.hush();
-                Ok(())
-            }
-            Err(e) => Err(MigrationError::os("cannot wait for requests", e)),
-        }
+        sleep_on(&mut fds, self.shared.limits.interval());
+        self.bell.hush();
     }
 }
 

@@ -59,6 +59,7 @@ pub use name::Name;
 pub use pages::{Run, RunKind, RunList, RunRefused};
 pub use path_check::{path_check, verify_path_check};
 pub use proof::{Credentials, Welcome};
+pub(crate) use setup::check_channels;
 pub use setup::{Kind, Region, Setup};
 pub use status::Status;
 pub use text::Text;

@@ -87,6 +87,14 @@ struct RegionLayout {
 
 const _: () = assert!(size_of::<SetupLayout>() == 224 && size_of::<RegionLayout>() == 24);
 
+/// Checks the numbers of a session's channels.
+pub(crate) fn check_channels(bulk: u16, urgent: u16) -> Result<(), WireError> {
+    for (field, channels) in [("bulk_channels", bulk), ("urgent_channels", urgent)] {
+        in_range(WHAT, field, channels.into(), 1, MAX_CHANNELS.into())?;
+    }
+    Ok(())
+}
+
 impl Setup {
     /// Returns the VM's memory in base pages.
     #[must_use]
@@ -106,12 +114,7 @@ impl Setup {
             field,
             value,
         };
-        for (field, channels) in [
-            ("bulk_channels", self.bulk_channels),
-            ("urgent_channels", self.urgent_channels),
-        ] {
-            in_range(WHAT, field, channels.into(), 1, MAX_CHANNELS.into())?;
-        }
+        check_channels(self.bulk_channels, self.urgent_channels)?;
         in_range(WHAT, "vcpus", self.vcpus.into(), 1, MAX_VCPUS.into())?;
         in_range(
             WHAT,

@@ -12,6 +12,7 @@ mod failures_postcopy;
 mod failures_source;
 mod handshake_common;
 mod hostile;
+mod last_word;
 mod move_backings;
 mod move_vm;
 #[cfg(target_arch = "x86_64")]

@@ -16,7 +16,10 @@ use pageferry_migration::{DestinationConfig, Route, RunningVm, SourceConfig, Swi
 use pageferry_testkit::process::runs_in_child;
 use pageferry_testkit::wait_until;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::fs::File;
+use std::io::{Read, Seek};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
@@ -46,7 +49,7 @@ impl Lack {
     /// Descriptors above those that the process has anyway. poll(2) takes no more than the limit.
     fn of_descriptors() -> Self {
         let lack = Self::begin(Resource::Nofile, 8);
-        let refused = std::fs::File::open("/dev/null");
+        let refused = File::open("/dev/null");
         assert!(refused.is_err(), "the limit holds");
         lack
     }
@@ -103,6 +106,73 @@ fn a_vm_survives_the_loss_of_all_channels_while_no_file_can_be_opened() {
     if !runs_in_child() {
         survives(Lack::of_descriptors, "open files");
     }
+}
+
+/// The threads of this process that live now, without those of vCPUs, by their open files of procfs:
+/// no further one may be opened later.
+struct Threads(Vec<File>);
+
+impl Threads {
+    fn here() -> Self {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        let files = tasks.filter_map(|task| {
+            let path = task.ok()?.path();
+            let counts = !std::fs::read_to_string(path.join("comm"))
+                .ok()?
+                .starts_with("vcpu");
+            File::open(path.join("schedstat")).ok().filter(|_| counts)
+        });
+        Self(files.collect())
+    }
+
+    /// The time that they have had a core.
+    fn core_time(&self) -> Duration {
+        let of = |mut file: &File| {
+            let mut text = String::new();
+            file.rewind().ok()?;
+            // A thread that has ended has no time.
+            file.read_to_string(&mut text).ok()?;
+            Some(Duration::from_nanos(text.split(' ').next()?.parse().ok()?))
+        };
+        self.0.iter().filter_map(of).sum()
+    }
+
+    /// The time that they have a core while no descriptor may be opened or waited for.
+    fn core_time_without_descriptors(&self, lasts: Duration) -> Duration {
+        let _lack = Lack::begin(Resource::Nofile, 0);
+        let before = self.core_time();
+        std::thread::sleep(lasts);
+        self.core_time().saturating_sub(before)
+    }
+}
+
+/// With a limit below what a thread waits for, poll(2) fails at once. Nobody looks again without a
+/// pause: neither a destination that awaits a source, nor both ends of a VM that is handed over.
+#[test]
+fn threads_that_cannot_wait_for_descriptors_leave_the_cores_to_others() {
+    if runs_in_child() {
+        return;
+    }
+    let lasts = Duration::from_secs(1);
+    let destination = listen(DestinationConfig::default());
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| destination.accept(&|| over.load(Ordering::Acquire)));
+        std::thread::sleep(Duration::from_millis(100));
+        let used = Threads::here().core_time_without_descriptors(lasts);
+        over.store(true, Ordering::Release);
+        assert!(accepting.join().unwrap().is_err());
+        assert!(used < lasts / 4, "a waiting destination used {used:?}");
+    });
+    let vm = WorkloadVm::booted(Engine::Soft, 2, 64 * MIB);
+    vm.wait_progress(64);
+    let ends = moved(&vm, &source_config(), slow(), |stage| {
+        wait_for_handover(stage);
+        let used = Threads::here().core_time_without_descriptors(lasts);
+        assert!(stage.destination.status().pages_left > 0);
+        assert!(used < lasts / 2, "both ends used {used:?}");
+    });
+    assert_whole(&vm, &ends);
 }
 
 #[test]

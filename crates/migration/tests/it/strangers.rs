@@ -1,13 +1,13 @@
 //! Strangers cost a bounded number of descriptors and log lines, and keep no source out.
 
-use crate::handshake_common::{PLAIN, bulk, open, socket_of};
+use crate::handshake_common::{Authority, PLAIN, SideFiles, Validity, bulk, open, socket_of};
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::scripted::{LONG, encoded, ends_soon, limits};
 use crate::support::{WorkloadVm, address_of, listen, migrate_to, tcp, try_receive_on};
 use pageferry_machine::{Backing, Engine};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::Connection;
-use pageferry_migration::handshake::Identity;
+use pageferry_migration::handshake::{Identity, Protection};
 use pageferry_migration::wire::{
     ChannelKey, DestinationStage, Frame, HEADER_BYTES, HELLO_BYTES, Hello, MissingRuns, SessionId,
     SourceStage,
@@ -225,19 +225,37 @@ fn turning_away_takes_no_time() {
     assert!(matches!(last, Some(Frame::Error(_))), "{last:?}");
 }
 
-/// A frame that no source says first is refused by its header, before its bytes are kept.
-#[test]
-fn a_first_frame_has_the_length_of_an_offer() {
-    let destination = listen(DestinationConfig::default());
+/// Says the header of a frame that no source says first. It is refused by it, before its bytes are
+/// kept.
+fn refuses_a_long_first_frame(config: DestinationConfig, protection: &Protection) {
+    let destination = listen(config);
     let to = address_of(&destination);
     let runs = (0..100_000).map(|n| 2 * n..2 * n + 1);
     let missing = MissingRuns::frames(runs).next().unwrap();
     let bytes = encoded(&Frame::Missing(missing));
     assert!(bytes.len() > 100 << 10);
-    let source = silent(&to).unwrap();
-    crate::scripted::say(&source, &bytes[..HEADER_BYTES]);
+    let identity = Identity::random().unwrap();
+    let source = open(&to, protection, &identity, ChannelKey::control(1)).unwrap();
+    crate::scripted::say(&source.connection, &bytes[..HEADER_BYTES]);
     let error = destination.accept(&|| false).err().unwrap();
     assert!(matches!(error, MigrationError::Wire(_)), "{error}");
+}
+
+#[test]
+fn a_first_frame_has_the_length_of_an_offer() {
+    refuses_a_long_first_frame(DestinationConfig::default(), &PLAIN);
+}
+
+#[test]
+fn a_first_frame_under_tls_has_the_length_of_an_offer() {
+    let authority = Authority::new("test");
+    let issue = || authority.issue(&["localhost"], Validity::Now);
+    let (here, there) = (issue(), issue());
+    let config = DestinationConfig {
+        tls: Some(there.files(Some("localhost")).into()),
+        ..DestinationConfig::default()
+    };
+    refuses_a_long_first_frame(config, &here.protection(Some("localhost")));
 }
 
 /// A source that has the destination opens channels that nobody takes yet.

@@ -8,6 +8,7 @@ use pageferry_migration::address::Address;
 use pageferry_migration::channel::*;
 use pageferry_migration::wire::WireError;
 use std::io::IoSlice;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -388,6 +389,76 @@ fn a_caller_may_hand_in_its_own_sockets() {
     assert_eq!(*listener.local_addr(), directory.address("socket"));
     drop(listener);
     assert!(path.exists(), "the file is the caller's");
+}
+
+/// The most data of one packet that a TCP socket sends now.
+fn segment_of(connection: &Connection) -> i32 {
+    let (mut bytes, mut len) = (0_i32, size_of::<i32>() as libc::socklen_t);
+    // SAFETY: the kernel writes an `int` of this length, and the length.
+    let told = unsafe {
+        libc::getsockopt(
+            connection.as_fd().as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_MAXSEG,
+            (&raw mut bytes).cast(),
+            &raw mut len,
+        )
+    };
+    assert_eq!((told, len), (0, 4));
+    bytes
+}
+
+/// The loopback interface has an MTU of 64 KiB. A connection uses it little by little, so its first
+/// packets prove nothing of later ones.
+#[test]
+fn no_packet_is_larger_than_those_that_a_handshake_sends() {
+    let theirs = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let most = 8960;
+    for address in ["127.0.0.1:0", "[::1]:0"] {
+        let Ok(listener) = Listener::bind(&address.parse().unwrap()) else {
+            assert_ne!(address, "127.0.0.1:0", "IPv4 is everywhere");
+            continue;
+        };
+        // A dialler of another kind, and a listener of another kind: one of ours is enough.
+        let port = match listener.local_addr() {
+            Address::Tcp { port, .. } => *port,
+            Address::Unix(_) => unreachable!("it is TCP"),
+        };
+        let ip: std::net::IpAddr = address[..address.len() - 2]
+            .trim_matches(['[', ']'])
+            .parse()
+            .unwrap();
+        let dialled = std::net::TcpStream::connect((ip, port)).unwrap();
+        let near = Connection::adopt_fd(dialled.into()).unwrap();
+        let far = listener.accept(&LIMIT).unwrap();
+        assert_bounded(&near, &far, most);
+    }
+    let plain = theirs();
+    let to = plain.local_addr().unwrap().to_string().parse().unwrap();
+    let near = Connection::connect(&to, &LIMIT).unwrap();
+    let far = Connection::adopt_fd(plain.accept().unwrap().0.into()).unwrap();
+    assert_bounded(&near, &far, most);
+    let adopted = Listener::adopt_fd(theirs().into()).unwrap();
+    let to = adopted.local_addr().to_string();
+    let dialled = std::net::TcpStream::connect(to.trim_start_matches("tcp:")).unwrap();
+    let near = Connection::adopt_fd(dialled.into()).unwrap();
+    let far = adopted.accept(&LIMIT).unwrap();
+    assert_bounded(&near, &far, most);
+}
+
+/// Both send packets of at most this much data, also when their windows have grown.
+#[track_caller]
+fn assert_bounded(near: &Connection, far: &Connection, most: i32) {
+    for (from, to) in [(near, far), (far, near)] {
+        assert!(segment_of(from) <= most, "{}", segment_of(from));
+        let (sent, mut received) = (pattern(8 << 20), vec![0; 8 << 20]);
+        thread::scope(|scope| {
+            scope.spawn(|| from.write_all(&sent, &LIMIT).unwrap());
+            to.read_exact(&mut received, &LIMIT).unwrap();
+        });
+        assert!(segment_of(from) <= most, "{}", segment_of(from));
+        assert!(segment_of(from) > most / 2, "{}", segment_of(from));
+    }
 }
 
 #[test]
