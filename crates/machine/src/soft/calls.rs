@@ -71,7 +71,7 @@ impl Platform for Calls<'_> {
     }
 
     fn status(&self, hart: u32) -> HartStatus {
-        self.harts.status(hart)
+        self.harts.status(hart, self.vm.time())
     }
 
     fn is_ram(&self, address: u64, bytes: u64) -> bool {

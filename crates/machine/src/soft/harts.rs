@@ -1,7 +1,7 @@
 //! What the harts of a machine know of each other: who runs, and how to wake them.
 
 use pageferry_hypervisor::KickHandle;
-use pageferry_hypervisor::hart::{HartState, Interrupt, RunState};
+use pageferry_hypervisor::hart::{HartState, Interrupt, NO_DEADLINE, RunState};
 use pageferry_sbi::{HartMask, HartStatus, StartError};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -19,9 +19,12 @@ enum Known {
     Stopped,
     /// It is stopped, and its thread has not taken the start yet.
     Starting(Start),
+    /// Neither field changes while the hart is suspended.
     Suspended {
-        /// Whether a software interrupt resumes it. It does not change while the hart is suspended.
+        /// Whether a software interrupt resumes it.
         by_software: bool,
+        /// The time at which its timer resumes it, or [`NO_DEADLINE`].
+        deadline: u64,
     },
     /// An interrupt ends its suspension, and its thread has not taken that yet.
     Resuming,
@@ -29,13 +32,18 @@ enum Known {
 
 impl Known {
     fn of(state: &HartState) -> Self {
-        let software = 1 << Interrupt::Software as u32;
+        let enabled = |interrupt| state.sie >> interrupt as u32 & 1 != 0;
         match state.run_state {
             RunState::Started => Self::Started,
             RunState::Stopped => Self::Stopped,
             RunState::Suspended if state.sip & state.sie != 0 => Self::Resuming,
             RunState::Suspended => Self::Suspended {
-                by_software: state.sie & software != 0,
+                by_software: enabled(Interrupt::Software),
+                deadline: if enabled(Interrupt::Timer) {
+                    state.stimecmp
+                } else {
+                    NO_DEADLINE
+                },
             },
         }
     }
@@ -78,7 +86,7 @@ impl Harts {
         for (_, entry) in (0..).zip(&self.0).filter(|(id, _)| harts.has(*id)) {
             // Under the lock: [`Harts::set`] finds either the interrupt or this change.
             let mut known = entry.known();
-            if let Known::Suspended { by_software: true } = *known {
+            if matches!(*known, Known::Suspended { by_software, .. } if by_software) {
                 *known = Known::Resuming;
             }
             entry.handle.raise(Interrupt::Software);
@@ -117,11 +125,15 @@ impl Harts {
         *known = Known::of(&state());
     }
 
-    pub(super) fn status(&self, hart: u32) -> HartStatus {
+    /// The state of `hart`, when the VM's clock is at `now`.
+    pub(super) fn status(&self, hart: u32, now: u64) -> HartStatus {
         match *self.entry(hart).known() {
             Known::Started => HartStatus::Started,
             Known::Stopped => HartStatus::Stopped,
             Known::Starting(_) => HartStatus::StartPending,
+            Known::Suspended { deadline, .. } if now >= deadline && deadline != NO_DEADLINE => {
+                HartStatus::ResumePending
+            }
             Known::Suspended { .. } => HartStatus::Suspended,
             Known::Resuming => HartStatus::ResumePending,
         }

@@ -202,7 +202,11 @@ impl Vcpu for SoftVcpu {
                 }
                 hypervisor::Exit::Ecall { args } => match self.call(args) {
                     Some(exit) => exit,
-                    None => continue,
+                    None => {
+                        // A hart that suspends may wait for its timer before it exits again.
+                        self.tell();
+                        continue;
+                    }
                 },
                 hypervisor::Exit::DirtyRingFull => {
                     unreachable!("this engine's VMs log into bitmaps")

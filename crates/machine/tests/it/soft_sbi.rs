@@ -521,6 +521,45 @@ fn a_hart_that_resumes_is_not_called_suspended() {
     }
 }
 
+/// The timer of a suspended hart resumes it as an interrupt of another hart does.
+#[test]
+fn a_hart_whose_timer_is_due_is_not_called_suspended() {
+    const DEADLINE: u32 = i32::MAX as u32;
+    const TIME: u32 = 0x5449_4d45;
+    for (enabled, status) in [(1 << 5, 6_u8), (1 << 1, 4)] {
+        let second = [
+            [li(A2, enabled).to_vec(), vec![csrs(0x104, A2)]].concat(),
+            call(TIME, 0, &[DEADLINE]),
+            call(HSM, 3, &[0]),
+            vec![bne(A7, ZERO, 0)],
+        ];
+        let first = [
+            call(HSM, 0, &[1, 0x1000, 0]),
+            await_status(4),
+            doorbell(0),
+            tell_status(4),
+            doorbell(1),
+            await_status(0),
+            end(),
+        ];
+        let mut new = machine(2, &[&first, &second]);
+        let mut second = new.vcpus.pop().unwrap();
+        let first = &mut new.vcpus[0];
+        beside(&mut second, || assert_eq!(bounded(first), rang(0)));
+        // The clock goes on to the deadline, and hart 1 is parked.
+        let mut state = first.save().unwrap();
+        state.0[360..368].copy_from_slice(&u64::from(DEADLINE).to_le_bytes());
+        first.restore(&state).unwrap();
+        assert_eq!(bounded(first), rang(1));
+        let mut told = [0; 8];
+        new.machine.ram().try_read(RamPage(4), &mut told).unwrap();
+        assert_eq!(told, [status, 0, 0, 0, 0, 0, 0, 0]);
+        if status == 6 {
+            beside(&mut second, || assert_eq!(bounded(first), ENDED));
+        }
+    }
+}
+
 /// A start that its hart has not carried out is no part of another state.
 #[test]
 fn a_restored_state_replaces_a_start_under_way() {

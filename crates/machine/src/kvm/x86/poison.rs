@@ -67,6 +67,8 @@ enum Tables {
     All(HashSet<RamPage>),
     /// This page table is missing.
     Missing(RamPage),
+    /// The caller wants no answer any more.
+    Stopped,
 }
 
 /// Marks missing pages of a machine with this number of vCPUs, whose slots `page_of` knows. See
@@ -109,8 +111,9 @@ pub(super) fn assist(
         if stop() || !armed.is_active() {
             return Ok(());
         }
-        match find_tables(&known, &faults.ram, &armed.missing, &mut page_of) {
+        match find_tables(&known, &faults.ram, &armed.missing, &mut page_of, stop) {
             Tables::All(tables) => break spared.extend(tables),
+            Tables::Stopped => return Ok(()),
             Tables::Missing(table) => {
                 want(table);
                 std::thread::sleep(LOOK_AGAIN);
@@ -153,12 +156,14 @@ pub(super) fn mark(
     Ok(())
 }
 
-/// Finds the page tables of all vCPUs. `page_of` maps an address to its RAM page.
+/// Finds the page tables of all vCPUs. `page_of` maps an address to its RAM page. It polls `stop`
+/// at each table: a guest can make all of its pages tables of each level.
 fn find_tables(
     known: &[Known],
     ram: &GuestRam,
     missing: &PageBitmap,
     mut page_of: impl FnMut(Gpa) -> Option<RamPage>,
+    stop: &dyn Fn() -> bool,
 ) -> Tables {
     let mut seen = HashSet::new();
     let mut rest: Vec<(Gpa, u32)> = Vec::new();
@@ -178,6 +183,9 @@ fn find_tables(
         };
         if !seen.insert((page, level)) {
             continue;
+        }
+        if stop() {
+            return Tables::Stopped;
         }
         if missing.test(page) {
             return Tables::Missing(page);
@@ -208,6 +216,7 @@ mod tests {
     use super::super::userfault::markers;
     use super::*;
     use crate::{DeliveryInUse, MachineSpec, RamLayout};
+    use std::cell::Cell;
     use std::sync::Arc;
 
     fn known(cr3: u64) -> Known {
@@ -243,7 +252,47 @@ mod tests {
     }
 
     fn find(known: &[Known], ram: &GuestRam, missing: &PageBitmap) -> Tables {
-        find_tables(known, ram, missing, |gpa| ram.layout().page_of(gpa.gfn()))
+        find_until(known, ram, missing, &|| false)
+    }
+
+    fn find_until(
+        known: &[Known],
+        ram: &GuestRam,
+        missing: &PageBitmap,
+        stop: &dyn Fn() -> bool,
+    ) -> Tables {
+        let page_of = |gpa: Gpa| ram.layout().page_of(gpa.gfn());
+        find_tables(known, ram, missing, page_of, stop)
+    }
+
+    /// A guest whose every page is a table, full of entries for all pages.
+    #[test]
+    fn a_walk_through_any_tables_ends_and_can_be_stopped() {
+        const PAGES: u64 = 64;
+        let ram = GuestRam::new(RamLayout::for_memory(PAGES * PAGE_SIZE).unwrap()).unwrap();
+        let table: Vec<u8> = (0..512)
+            .flat_map(|index| (index % PAGES * PAGE_SIZE | 7).to_le_bytes())
+            .collect();
+        for page in (0..PAGES).map(RamPage) {
+            ram.try_write(page, &table).unwrap();
+        }
+        let missing = PageBitmap::new(PAGES as usize);
+        let polls = Cell::new(0);
+        let walk = |stop_at: u64| {
+            polls.set(0);
+            find_until(&[known(0x1000)], &ram, &missing, &|| {
+                polls.set(polls.get() + 1);
+                polls.get() == stop_at
+            })
+        };
+        let all = (0..PAGES).map(RamPage).collect();
+        assert_eq!(walk(u64::MAX), Tables::All(all));
+        // One root, and each page once at each of the three levels below.
+        assert_eq!(polls.get(), 1 + 3 * PAGES);
+        for stop_at in [1, 2, 100] {
+            assert_eq!(walk(stop_at), Tables::Stopped);
+            assert_eq!(polls.get(), stop_at);
+        }
     }
 
     #[test]
