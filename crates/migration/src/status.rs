@@ -15,6 +15,7 @@ const SAMPLE_EVERY: Duration = Duration::from_millis(50);
 
 /// The status of one side of a session.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SessionStatus {
     /// The progress of the session, in one word of docs/migration-states.md. `none` before it
     /// begins.

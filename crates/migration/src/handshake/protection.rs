@@ -14,6 +14,7 @@ pub enum Protection {
 
 /// The peers with which a side without TLS talks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum PlainPolicy {
     /// Those of this host: unix sockets and loopback addresses.
     #[default]

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 /// The outcome of [`check`].
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Checked {
     /// The address of the destination, for people.
     pub peer: String,
