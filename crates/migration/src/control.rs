@@ -6,9 +6,8 @@
 //! keep is bounded: an answer beyond [`MAX_ANSWERS`] is an error, and so is a first frame that is
 //! longer than any that opens a session.
 
-use crate::channel::{ChannelError, Connection};
+use crate::channel::{ChannelError, Connection, Origin};
 use crate::error::MigrationError;
-use crate::handshake::Origin;
 use crate::outbox::Outbox;
 use crate::protocol_error::ProtocolError;
 use crate::report::Protected;

@@ -1,7 +1,7 @@
 //! The status of a session, for other threads of its process.
 
 use crate::report::Protected;
-use crate::source::Settings;
+use crate::settings::Settings;
 use crate::wire::ChannelId;
 use pageferry_addr::PAGE_SIZE;
 use std::collections::VecDeque;

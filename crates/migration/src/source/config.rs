@@ -1,12 +1,12 @@
 //! The source's configuration, and its report of a failed migration.
 
-use super::settings::Settings;
 use crate::address::Address;
 use crate::channel::{Connection, Tls};
 use crate::cpus::CpuList;
 use crate::error::MigrationError;
 use crate::handshake::PlainPolicy;
 use crate::limits::Limits;
+use crate::settings::Settings;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
