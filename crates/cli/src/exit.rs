@@ -242,7 +242,7 @@ fn of_open(error: &OpenError) -> Exit {
         | OpenError::NoAnswer { .. }
         | OpenError::Unresolved { .. } => Exit::Unreachable,
         OpenError::PortZero { .. } => Exit::Usage,
-        OpenError::Os { .. } => Exit::Unreachable,
+        _ => Exit::Unreachable,
     }
 }
 
@@ -329,6 +329,7 @@ mod tests {
                 ErrorCode::Protocol => Exit::Protocol,
                 ErrorCode::SetupRefused | ErrorCode::Busy => Exit::Refused,
                 ErrorCode::Resources | ErrorCode::Machine | ErrorCode::Internal => Exit::Internal,
+                other => panic!("{other:?} has no class here"),
             };
             assert_eq!(of_migration(&error), expected, "{code:?}");
         }

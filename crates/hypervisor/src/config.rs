@@ -28,6 +28,7 @@ pub struct VmConfig {
 
 /// The call that protects the pages of a log again (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum DirtyProtect {
     /// [`Vm::get_dirty_log`](crate::Vm::get_dirty_log), which protects all pages that it returns.
     #[default]

@@ -12,6 +12,7 @@ use crate::vm::Vm;
 
 /// A fence on another hart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum RemoteFence {
     /// SFENCE.VMA without operands.
     Translations,

@@ -54,6 +54,7 @@ const FETCH_PAGES: u64 = 16;
 /// An access at a guest-physical address ends before the next hole. An access at a page counts in
 /// RAM, which has no holes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum At {
     /// A guest-physical address.
     Gpa(Gpa),

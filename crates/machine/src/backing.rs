@@ -22,6 +22,7 @@ const THP: &str = "/sys/kernel/mm/transparent_hugepage";
 
 /// The kind of host memory behind guest RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Backing {
     /// Shared memory. The host's policy decides on huge pages.
     #[default]

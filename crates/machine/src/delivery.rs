@@ -8,6 +8,7 @@ use std::time::Duration;
 
 /// The ways in which a fault on a missing page is delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Delivery {
     /// The hypervisor tests the bitmap and the vCPU exits on its own thread (soft engine).
     Exit,
@@ -106,6 +107,7 @@ pub struct DeliveryInUse {
 
 /// The result of a trial of the deliveries on this host.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct DeliveryTrial {
     /// The number of vCPUs.
     pub vcpus: u32,

@@ -13,6 +13,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// One of the engines of this crate.
+///
+/// The set is closed: a program that tells engines apart must decide about a new one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Engine {
     /// The kernel's KVM.
@@ -93,6 +95,7 @@ impl fmt::Display for EngineChoice {
 /// The implementer of [`Machine`] chooses them. Each is 1 to 64 printable ASCII characters without
 /// spaces. A machine takes in only VMs of machines with the same three names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MachineKind<'a> {
     /// The engine that runs the guest, such as `kvm`.
     pub engine: &'a str,
@@ -144,6 +147,7 @@ impl MachineSpec {
 /// A source adds them to what it measures: a harvest of the dirty log, the round trip and the link.
 /// They count on both hosts together, with a core free for each thread that wakes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BlackoutCost {
     /// All but the vCPUs: stopping, freezing memory, loading, resuming.
     pub fixed: Duration,

@@ -19,6 +19,7 @@ pub(crate) use collapse::{collapse, whole_range};
 
 /// The result of [`Machine::collapse`](crate::Machine::collapse).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Collapsed {
     /// The host maps the range by huge pages.
     Huge,

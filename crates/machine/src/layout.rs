@@ -31,6 +31,7 @@ const MAX_REGIONS: usize = 64;
 
 /// A piece of RAM that is contiguous in guest-physical address space. Each has a memory slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RamRegion {
     /// The id of its memory slot.
     pub slot: u32,
@@ -68,6 +69,7 @@ pub struct RamLayout {
 
 /// A size that no machine can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum LayoutError {
     /// Zero bytes.
     #[error("a machine needs at least one page of memory, not 0 bytes")]

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 /// The kind of an access to memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Access {
     /// A load.
     Read,
@@ -17,6 +18,7 @@ pub enum Access {
 
 /// The reason why a vCPU left the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Exit {
     /// It touched a page whose bit in the missing bitmap is set, and the engine delivers such
     /// faults as exits. Entering again after the bit is clear repeats the access.
@@ -72,6 +74,7 @@ pub enum ResetKind {
 
 /// The answer of a hook.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum HookVerdict {
     /// Enter the guest again.
     Resume,
@@ -158,6 +161,7 @@ pub trait Vcpu: Send {
 
 /// An engine's knowledge of the first guest instruction that a vCPU ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum FirstInstruction {
     /// Nothing, now or for a while: the engine does not see single instructions, or the vCPU was
     /// not restored, or it waits for an interrupt.

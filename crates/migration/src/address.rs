@@ -39,6 +39,7 @@ pub enum Address {
 
 /// The reason why a text is not an address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum AddressError {
     /// The text is empty.
     #[error("the address is empty: expected HOST:PORT or unix:PATH")]

@@ -7,9 +7,8 @@
 //! longer than any that opens a session.
 
 use crate::bell::sleep_on;
-use crate::channel::{ChannelError, Connection};
+use crate::channel::{ChannelError, Connection, Origin};
 use crate::error::MigrationError;
-use crate::handshake::Origin;
 use crate::outbox::Outbox;
 use crate::protocol_error::ProtocolError;
 use crate::report::Protected;

@@ -31,6 +31,7 @@ pub struct CpuList {
 
 /// Why a text is no list of CPUs, or why this process cannot use one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum CpuListError {
     /// There is no CPU in it.
     #[error("no CPU is named: expected a list such as 0-3,8")]

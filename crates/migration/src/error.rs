@@ -1,11 +1,11 @@
 //! The reason for a failed migration. [`SourceFailure`](crate::SourceFailure) and
 //! [`DestinationFailure`](crate::DestinationFailure) say where the VM is then.
 
-use crate::channel::ChannelError;
+use crate::channel::{ChannelError, TlsError};
 use crate::cpus::CpuListError;
 use crate::handshake::HandshakeError;
 use crate::protocol_error::ProtocolError;
-use crate::source::SettingsError;
+use crate::settings::SettingsError;
 use crate::wire::{ErrorCode, ErrorMessage, Frame, Status, Text, WireError};
 use pageferry_machine::MachineError;
 use pageferry_userfault::OutOfMemory;
@@ -179,6 +179,12 @@ impl MigrationError {
             Self::Os { .. } | Self::OutOfMemory(_) => ErrorCode::Resources,
             _ => ErrorCode::Internal,
         }
+    }
+}
+
+impl From<TlsError> for MigrationError {
+    fn from(error: TlsError) -> Self {
+        ChannelError::from(error).into()
     }
 }
 

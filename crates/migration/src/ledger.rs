@@ -61,6 +61,7 @@ const BITS: usize = u64::BITS as usize;
 /// A peer calls a page missing whose receipt it has sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("page {page} was acknowledged by a receipt")]
+#[non_exhaustive]
 pub struct TakesBack {
     /// The first such page.
     pub page: RamPage,

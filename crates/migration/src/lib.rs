@@ -49,6 +49,7 @@ mod quota;
 mod report;
 #[doc(hidden)]
 pub mod session;
+mod settings;
 mod source;
 mod status;
 mod sync;
@@ -81,9 +82,10 @@ pub use report::{
     DestinationReport, DeviceFigures, FaultRecord, PageCounts, PassFigures, PhaseStart,
     PrefetchCounts, Protected, SourceReport, StallRow, StallStage, StallTimes,
 };
+pub use settings::{Change, Settings, SettingsError, Switch};
 pub use source::{
-    Change, Checked, Connect, Route, Settings, SettingsError, SourceConfig, SourceFailure,
-    SourceSession, SourceVm, Switch, URGENT_SPIN, check, migrate,
+    Checked, Connect, Route, SourceConfig, SourceFailure, SourceSession, SourceVm, URGENT_SPIN,
+    check, migrate,
 };
 pub use status::SessionStatus;
 pub use vm::RunningVm;

@@ -21,6 +21,7 @@ pub struct PageCounts {
 
 /// The pages that the push sent early, since vCPUs seemed to be about to touch them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PrefetchCounts {
     /// Pages that came before their touch: the guest requested a later page of the same sequence,
     /// and not these.
@@ -33,6 +34,7 @@ pub struct PrefetchCounts {
 
 /// The device states of a migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeviceFigures {
     /// The number of devices.
     pub count: u64,
@@ -45,6 +47,7 @@ pub struct DeviceFigures {
 /// What protects the channels of a session, and what the handshake found. All channels of a session
 /// have the same protection.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Protected {
     /// The version of the protocol that both sides speak.
     pub version: u16,
@@ -57,6 +60,7 @@ pub struct Protected {
 
 /// The start of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PhaseStart {
     /// The phase.
     pub phase: Phase,
@@ -81,6 +85,7 @@ impl PhaseStart {
 /// The source's report of a completed migration. Its points in time are by
 /// [`monotonic`](crate::monotonic).
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct SourceReport {
     /// Every phase in order, with its start: the first 2000.
     pub phases: Vec<PhaseStart>,
@@ -129,6 +134,7 @@ pub struct SourceReport {
 
 /// One pre-copy pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PassFigures {
     /// Its pages, zero pages included.
     pub pages: u64,
@@ -138,6 +144,7 @@ pub struct PassFigures {
 
 /// One fault on a missing page, as the destination saw it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FaultRecord {
     /// The time at which the fault arrived, by [`monotonic`](crate::monotonic).
     pub at: Duration,
@@ -152,6 +159,7 @@ pub struct FaultRecord {
 /// A stage of a stall on a missing page. Together the stages are the stall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
+#[non_exhaustive]
 pub enum StallStage {
     /// From the fault's arrival at Pageferry until its request goes to the socket.
     ToSent,
@@ -190,6 +198,7 @@ impl StallStage {
 
 /// Times of stalls, or of one stage of them.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct StallTimes {
     /// The times in nanoseconds, each at most 12.5 percent above the true one.
     pub counts: Histogram<u64>,
@@ -239,6 +248,7 @@ impl StallRow {
 /// The destination's report of a completed migration. Its points in time are by
 /// [`monotonic`](crate::monotonic).
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct DestinationReport {
     /// Every phase in order, with its start.
     pub phases: Vec<PhaseStart>,

@@ -1,7 +1,7 @@
 //! The status of a session, for other threads of its process.
 
 use crate::report::Protected;
-use crate::source::Settings;
+use crate::settings::Settings;
 use crate::wire::ChannelId;
 use pageferry_addr::PAGE_SIZE;
 use std::collections::VecDeque;
@@ -15,6 +15,7 @@ const SAMPLE_EVERY: Duration = Duration::from_millis(50);
 
 /// The status of one side of a session.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SessionStatus {
     /// The progress of the session, in one word of docs/migration-states.md. `none` before it
     /// begins.

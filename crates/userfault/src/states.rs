@@ -48,7 +48,7 @@ use core::{fmt, mem};
 use pageferry_addr::RamPage;
 use std::sync::Arc;
 
-/// The answer to a thread that needs a page.
+/// The answer to a thread that needs a page. The set is closed: there is no fourth state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Claim {
     /// The page is here, and so are its bytes.
@@ -73,6 +73,7 @@ impl Claim {
 /// The effect of an arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[must_use = "threads may wait for pages that were requested"]
+#[non_exhaustive]
 pub struct Arrival {
     /// The number of pages that were missing until now.
     pub newly: usize,

@@ -88,13 +88,12 @@ mod tests {
     use super::*;
 
     fn status(stage: &'static str, generation: u32, connected: bool) -> SessionStatus {
-        SessionStatus {
-            stage,
-            generation,
-            connected,
-            last_loss: Some("why".into()),
-            ..SessionStatus::default()
-        }
+        let mut status = SessionStatus::default();
+        status.stage = stage;
+        status.generation = generation;
+        status.connected = connected;
+        status.last_loss = Some("why".into());
+        status
     }
 
     fn stage(name: &str) -> SessionEvent {

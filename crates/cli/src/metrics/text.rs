@@ -297,14 +297,12 @@ mod tests {
     #[test]
     fn a_session_without_stalls_has_every_family_once() {
         let mut page = Page::default();
-        let status = SessionStatus {
-            stage: "handed-over",
-            pages_left: 3,
-            time_left: Some(Duration::from_millis(1500)),
-            link_rate: Some(5 << 20),
-            blackout_forecast: Some(Duration::from_micros(2500)),
-            ..SessionStatus::default()
-        };
+        let mut status = SessionStatus::default();
+        status.stage = "handed-over";
+        status.pages_left = 3;
+        status.time_left = Some(Duration::from_millis(1500));
+        status.link_rate = Some(5 << 20);
+        status.blackout_forecast = Some(Duration::from_micros(2500));
         session(&mut page, &status);
         stalls(&mut page, &[]);
         let lines: Vec<&str> = page.0.lines().collect();

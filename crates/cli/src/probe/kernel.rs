@@ -125,7 +125,7 @@ pub(super) fn userfaultfd() -> Finding {
     let opened = match support.opened_by {
         Some(OpenedBy::Syscall) => "opened by userfaultfd(2), ",
         Some(OpenedBy::Device) => "opened by /dev/userfaultfd, ",
-        None => "",
+        Some(_) | None => "",
     };
     Finding {
         name,

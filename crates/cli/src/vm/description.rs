@@ -194,12 +194,7 @@ mod tests {
     }
 
     fn offer(guest: Vec<u8>) -> Offer {
-        Offer {
-            kind: kind_of(Engine::Soft),
-            vcpus: 2,
-            memory_bytes: 32 << 20,
-            guest,
-        }
+        Offer::new(kind_of(Engine::Soft), 2, 32 << 20, guest)
     }
 
     #[test]
@@ -220,10 +215,8 @@ mod tests {
             isa: Isa::X86_64,
             ..ours
         };
-        let x86 = Offer {
-            kind: kind_of(Engine::Kvm),
-            ..offer(x86.to_bytes())
-        };
+        let mut x86 = offer(x86.to_bytes());
+        x86.kind = kind_of(Engine::Kvm);
         let failure = of_offer(&x86).expect_err("no such Linux");
         assert!(failure.message.contains("x86-64"), "{failure}");
     }

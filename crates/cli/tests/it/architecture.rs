@@ -116,6 +116,174 @@ fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
     found
 }
 
+/// The code of a file, without comments and without the tests at its end.
+fn code(text: &str) -> String {
+    let mut kept = String::new();
+    let mut lines = text.lines().peekable();
+    while let Some(line) = lines.next() {
+        let begins_tests = line.starts_with("#[cfg(") && line.contains("test");
+        if begins_tests && lines.peek().is_some_and(|next| next.ends_with('{')) {
+            break;
+        }
+        kept.push_str(line.split("//").next().unwrap());
+        kept.push('\n');
+    }
+    kept
+}
+
+/// The names that follow `path` in `code`: of `path::a` and of `path::{a, b::c}`.
+fn named_after(code: &str, path: &str) -> BTreeSet<String> {
+    let name_of = |text: &str| -> String {
+        let is_part = |c: &char| c.is_alphanumeric() || *c == '_';
+        text.trim_start().chars().take_while(is_part).collect()
+    };
+    let mut names = BTreeSet::new();
+    for (at, _) in code.match_indices(path) {
+        let before = &code[..at];
+        if before.ends_with("::") || before.ends_with(|c: char| c.is_alphanumeric() || c == '_') {
+            continue;
+        }
+        let rest = &code[at + path.len()..];
+        let Some(group) = rest.strip_prefix('{') else {
+            names.insert(name_of(rest));
+            continue;
+        };
+        names.insert(name_of(group));
+        let mut depth = 0;
+        for (at, c) in group.char_indices() {
+            match c {
+                '{' => depth += 1,
+                '}' if depth == 0 => break,
+                '}' => depth -= 1,
+                ',' if depth == 0 => drop(names.insert(name_of(&group[at + 1..]))),
+                _ => {}
+            }
+        }
+    }
+    names
+}
+
+/// The modules of `folder`, each with those that it uses. `path` is the folder's own path in its
+/// crate, such as `crate::` or `crate::kvm::x86::`. Tests do not count.
+fn uses_between_modules(folder: &Path, path: &str) -> BTreeMap<String, BTreeSet<String>> {
+    let root = ["lib.rs", "main.rs", "mod.rs"]
+        .iter()
+        .find_map(|name| std::fs::read_to_string(folder.join(name)).ok())
+        .expect("a module of modules has a file of its own");
+    let files = sources(folder);
+    // Modules that are compiled for tests only.
+    let mut of_tests = Vec::new();
+    for (file, text) in &files {
+        let is_root = ["lib.rs", "main.rs", "mod.rs"]
+            .iter()
+            .any(|name| file.ends_with(name));
+        let inside = if is_root {
+            file.parent().unwrap().to_owned()
+        } else {
+            file.with_extension("")
+        };
+        for pair in text.lines().collect::<Vec<_>>().windows(2) {
+            if pair[0].starts_with("#[cfg(")
+                && pair[0].contains("test")
+                && let Some(name) = pair[1].trim_start_matches("pub ").strip_prefix("mod ")
+            {
+                of_tests.push(inside.join(name.trim_end_matches(';')));
+            }
+        }
+    }
+    let mut modules: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    let mut codes = Vec::new();
+    for (file, text) in &files {
+        let place = file.strip_prefix(folder).unwrap().with_extension("");
+        let parts: Vec<_> = place.iter().map(|part| part.to_str().unwrap()).collect();
+        if of_tests
+            .iter()
+            .any(|tests| file.with_extension("").starts_with(tests))
+            || ["lib", "main", "mod"].contains(&parts[0])
+        {
+            continue;
+        }
+        modules.entry(parts[0].to_owned()).or_default();
+        let depth = parts.len() - usize::from(parts.last() == Some(&"mod"));
+        codes.push((parts[0].to_owned(), "super::".repeat(depth), code(text)));
+    }
+    // The names that the folder's own file passes on, with their modules.
+    let mut passed_on = BTreeMap::new();
+    for name in modules.keys() {
+        for shown in named_after(&code(&root), &format!("{name}::")) {
+            passed_on.insert(shown, name.clone());
+        }
+    }
+    for (module, above, code) in codes {
+        for name in [path, above.as_str()]
+            .into_iter()
+            .flat_map(|path| named_after(&code, path))
+        {
+            let known = modules.contains_key(&name).then_some(&name);
+            if let Some(used) = known.or_else(|| passed_on.get(&name))
+                && *used != module
+            {
+                modules.get_mut(&module).unwrap().insert(used.clone());
+            }
+        }
+    }
+    modules
+}
+
+/// The modules that use each other in a circle, or that use such ones and are used by them.
+fn in_circles(uses: &BTreeMap<String, BTreeSet<String>>) -> BTreeSet<String> {
+    let mut left: BTreeSet<String> = uses.keys().cloned().collect();
+    loop {
+        let keeps = |name: &String| {
+            let uses_left = uses[name].iter().any(|used| left.contains(used));
+            let is_used = left.iter().any(|other| uses[other].contains(name));
+            uses_left && is_used
+        };
+        let next: BTreeSet<_> = left.iter().filter(|name| keeps(name)).cloned().collect();
+        if next == left {
+            return left;
+        }
+        left = next;
+    }
+}
+
+/// Folders whose modules use each other in one direction only.
+const LAYERED: &[(&str, &str)] = &[("crates/migration/src", "crate::")];
+
+#[test]
+fn modules_use_each_other_in_one_direction() {
+    for (folder, path) in LAYERED {
+        let uses = uses_between_modules(&root().join(folder), path);
+        assert!(uses.len() > 3, "{folder}: {uses:?}");
+        let circle = in_circles(&uses);
+        let edges: Vec<_> = circle
+            .iter()
+            .flat_map(|from| uses[from].intersection(&circle).map(move |to| (from, to)))
+            .collect();
+        assert!(circle.is_empty(), "{folder} has a circle in {edges:?}");
+    }
+}
+
+#[test]
+fn a_circle_of_modules_is_seen() {
+    let uses = |list: &[(&str, &str)]| {
+        let names = list.iter().flat_map(|(from, to)| [from, to]);
+        let mut uses: BTreeMap<String, BTreeSet<String>> = names
+            .map(|name| ((*name).to_owned(), BTreeSet::new()))
+            .collect();
+        for (from, to) in list {
+            uses.get_mut(*from).unwrap().insert((*to).to_owned());
+        }
+        uses
+    };
+    assert!(in_circles(&uses(&[("a", "b"), ("b", "c"), ("a", "c")])).is_empty());
+    let circle = in_circles(&uses(&[("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")]));
+    assert_eq!(circle.into_iter().collect::<Vec<_>>(), ["b", "c"]);
+    let code = "use crate::{a::B, c::{d, e}, f};\ncrate::g::h(); super::crate::no; // crate::i\n";
+    let named = named_after(&self::code(code), "crate::");
+    assert_eq!(named.into_iter().collect::<Vec<_>>(), ["a", "c", "f", "g"]);
+}
+
 #[test]
 fn the_migration_names_no_engine() {
     for (path, text) in sources(&root().join("crates/migration/src")) {

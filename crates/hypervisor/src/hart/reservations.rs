@@ -85,6 +85,7 @@ const SPINS: u32 = 100;
 
 /// The rule by which an SC finds that nobody else stored to its bytes since the LR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum LrSc {
     /// It finds every store, as the manual demands (volume I, "Load-Reserved/Store-Conditional
     /// Instructions").

@@ -62,6 +62,7 @@ pub enum RunState {
 
 /// A [`HartState`] that no hart can be in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum StateError {
     /// `x[0]` is not 0.
     #[error("x0 is {0:#x}, must be 0")]

@@ -14,8 +14,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::raw::{Cursor, RawSlice};
 use super::tls::Session;
 use super::wait::Waiter;
-use super::{ChannelError, Wait};
-use crate::handshake::Origin;
+use super::{ChannelError, Origin, Wait};
 use crate::wire::WireError;
 
 /// A connected stream socket, TCP or unix, with TLS or without.

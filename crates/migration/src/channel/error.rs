@@ -11,6 +11,7 @@ use crate::wire::WireError;
 /// An operation on a connection failed. The connection stays usable only after
 /// [`TimedOut`](Self::TimedOut) or [`Interrupted`](Self::Interrupted) before the first byte.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ChannelError {
     /// The peer closed the connection between two messages, or this side shut it down.
     #[error("the peer closed the connection (waiting for {what})")]
@@ -63,6 +64,7 @@ impl ChannelError {
 
 /// A descriptor that the caller handed in cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum AdoptError {
     /// It is not a stream socket.
     #[error("the descriptor is not a stream socket: expected TCP or a unix stream socket")]
@@ -80,6 +82,7 @@ pub enum AdoptError {
 
 /// A socket could not be opened.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum OpenError {
     /// Another process listens on this address.
     #[error("{address} is in use by another process; choose another address or end that process")]

@@ -20,6 +20,7 @@ mod connect;
 mod connection;
 mod error;
 mod listener;
+mod origin;
 mod race;
 mod raw;
 mod secure;
@@ -32,6 +33,7 @@ pub use connect::is_local;
 pub use connection::Connection;
 pub use error::{AdoptError, ChannelError, OpenError};
 pub use listener::Listener;
+pub(crate) use origin::Origin;
 pub use raw::RawSlice;
 pub use spinner::Spinner;
 #[cfg(feature = "tls")]

@@ -88,10 +88,11 @@ fn run(machine: &dyn Machine, stop: &AtomicBool) {
             let began = used();
             match machine.collapse(RamPage(range as u64 * pages)) {
                 Collapsed::Missing => waits = true,
-                Collapsed::Refused => {}
                 Collapsed::Huge | Collapsed::Incomplete => {
                     rest.clear(RamPage(range as u64));
                 }
+                // Refused: later, perhaps.
+                _ => {}
             }
             thread::park_timeout(used().saturating_sub(began) * REST);
         }

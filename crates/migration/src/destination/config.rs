@@ -62,6 +62,7 @@ impl DestinationConfig {
 
 /// The VM that a source offers. The data is foreign: only the bounds of the fields were checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Offer {
     /// The kind of machine that it runs on, here too.
     pub kind: Kind,
@@ -73,7 +74,20 @@ pub struct Offer {
     pub guest: Vec<u8>,
 }
 
-/// The place of the VM after a failed migration.
+impl Offer {
+    /// An offer, for tests of what a caller makes of one.
+    #[must_use]
+    pub const fn new(kind: Kind, vcpus: u32, memory_bytes: u64, guest: Vec<u8>) -> Self {
+        Self {
+            kind,
+            vcpus,
+            memory_bytes,
+            guest,
+        }
+    }
+}
+
+/// The place of the VM after a failed migration. The set is closed: a caller must know the place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DestinationVm {
     /// It never counted here, and the source resumes it. The caller drops this copy.

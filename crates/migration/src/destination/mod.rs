@@ -210,7 +210,7 @@ impl std::fmt::Debug for Destination {
 
 impl DestinationConfig {
     fn protection(&self) -> Result<Protection, MigrationError> {
-        crate::handshake::protection(self.tls.as_ref(), self.plain)
+        Ok(crate::handshake::protection(self.tls.as_ref(), self.plain)?)
     }
 }
 

@@ -8,6 +8,7 @@ use crate::wire::{Status, WireError};
 
 /// The reason why the source could not open a channel.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum HandshakeError {
     /// The connection could not be opened, or ended.
     #[error(transparent)]
@@ -56,6 +57,7 @@ impl From<TlsError> for HandshakeError {
 
 /// A stranger: a connection that the destination did not accept as a channel.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Stranger {
     /// The address of the peer.
     pub peer: String,
@@ -67,6 +69,7 @@ pub struct Stranger {
 
 /// The reason why the destination did not accept a connection.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum StrangerError {
     /// The preamble is not Pageferry's, or does not fit this side.
     #[error(transparent)]

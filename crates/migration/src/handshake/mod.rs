@@ -40,7 +40,7 @@ mod secret;
 pub use acceptor::Acceptor;
 pub use admission::Admission;
 pub use arrival::{Agreed, Arrival, Expected, Router};
-pub(crate) use crowd::{Origin, place_to_take};
+pub(crate) use crowd::place_to_take;
 pub use dial::{Opened, dial, open_on};
 pub use error::{HandshakeError, Stranger, StrangerError};
 pub(crate) use protection::protection;

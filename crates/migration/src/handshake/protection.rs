@@ -1,7 +1,6 @@
 //! The protection of connections against other hosts.
 
-use crate::channel::{Tls, TlsConfig};
-use crate::error::MigrationError;
+use crate::channel::{Tls, TlsConfig, TlsError};
 
 /// The protection of a side's connections.
 #[derive(Debug, Clone)]
@@ -14,6 +13,7 @@ pub enum Protection {
 
 /// The peers with which a side without TLS talks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum PlainPolicy {
     /// Those of this host: unix sockets and loopback addresses.
     #[default]
@@ -26,12 +26,9 @@ pub enum PlainPolicy {
 ///
 /// # Errors
 /// When the certificates do not serve.
-pub(crate) fn protection(
-    tls: Option<&Tls>,
-    plain: PlainPolicy,
-) -> Result<Protection, MigrationError> {
+pub(crate) fn protection(tls: Option<&Tls>, plain: PlainPolicy) -> Result<Protection, TlsError> {
     Ok(match tls {
-        Some(tls) => Protection::Tls(tls.load().map_err(crate::channel::ChannelError::from)?),
+        Some(tls) => Protection::Tls(tls.load()?),
         None => Protection::Plain(plain),
     })
 }

@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 /// A receipt for fewer messages than an earlier one, or for more than were sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("it is for {upto} messages, where {acknowledged} to {sent} are possible")]
+#[non_exhaustive]
 pub struct ReceiptError {
     /// The messages that it acknowledges.
     pub upto: u64,

@@ -17,6 +17,7 @@ const TICK: Duration = Duration::from_millis(20);
 
 /// The outcome of [`check`].
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Checked {
     /// The address of the destination, for people.
     pub peer: String,

@@ -1,11 +1,11 @@
 //! An operator's hold on a migration at its source.
 
 use super::config::Route;
-use super::settings::{Change, Settings, SettingsError};
 use super::shared::Letter;
 use crate::error::MigrationError;
 use crate::mailbox::Mailbox;
 use crate::session::source::Event;
+use crate::settings::{Change, Settings, SettingsError};
 use crate::status::{Board, SessionStatus};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -1,12 +1,12 @@
 //! The source's configuration, and its report of a failed migration.
 
-use super::settings::Settings;
 use crate::address::Address;
 use crate::channel::{Connection, Tls};
 use crate::cpus::CpuList;
 use crate::error::MigrationError;
 use crate::handshake::PlainPolicy;
 use crate::limits::Limits;
+use crate::settings::Settings;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -86,6 +86,7 @@ impl Default for SourceConfig {
 
 /// The way to the destination.
 #[derive(Clone)]
+#[non_exhaustive]
 pub enum Route {
     /// Connect to this address.
     To(Address),
@@ -134,7 +135,7 @@ impl fmt::Debug for Route {
     }
 }
 
-/// The place of the VM after a failed migration.
+/// The place of the VM after a failed migration. The set is closed: a caller must know the place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceVm {
     /// It runs on at the source, unchanged. A VM that its owner had paused stays paused there.

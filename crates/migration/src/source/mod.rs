@@ -12,7 +12,6 @@
 //! | file | contents |
 //! |---|---|
 //! | `setup` | the offer, and the way to the first `SetupAck` |
-//! | `settings` | what the operator chooses and changes |
 //! | `precopy` | passes over the dirty pages while the guest runs |
 //! | `convergence`, `forecast` | whether further passes help, and the expected blackout |
 //! | `note` | what pre-copy says to people |
@@ -47,7 +46,6 @@ mod pages;
 mod precopy;
 mod prefetch;
 mod recovery;
-mod settings;
 mod setup;
 mod shared;
 mod switchover;
@@ -59,7 +57,6 @@ mod model;
 pub use check::{Checked, check};
 pub use commands::SourceSession;
 pub use config::{Connect, Route, SourceConfig, SourceFailure, SourceVm};
-pub use settings::{Change, Settings, SettingsError, Switch};
 pub use urgent::URGENT_SPIN;
 
 use self::recovery::Channels;
@@ -74,6 +71,7 @@ use crate::phase::{Observer, Phase};
 use crate::report::{PhaseStart, SourceReport};
 use crate::session::source::{Action, End, Event, Link, Source, Stage, step};
 use crate::session::{ChannelId, Generation, ToDestination, ToSource};
+use crate::settings::Settings;
 use crate::sync::Ordering;
 use crate::vm::RunningVm;
 use crate::wire::{Frame, Setup};
@@ -199,8 +197,8 @@ fn attempt(
     let dirty = PageBitmap::try_new(pages).map_err(|e| early(e.into()))?;
     let identity = Identity::random()
         .map_err(|e| early(MigrationError::os("cannot make a session's secret", e)))?;
-    let protection =
-        crate::handshake::protection(config.tls.as_ref(), config.plain).map_err(early)?;
+    let protection = crate::handshake::protection(config.tls.as_ref(), config.plain)
+        .map_err(|error| early(error.into()))?;
     let vcpus = vm.vcpus.count();
     let shared = Shared::new(ram, ledger, &session.letters, config, vcpus);
     std::thread::scope(|scope| {

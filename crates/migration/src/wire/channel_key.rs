@@ -21,6 +21,7 @@ impl fmt::Debug for SessionId {
 /// The role of a channel. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
+#[non_exhaustive]
 pub enum Role {
     /// Carries the frames that steer the migration. A session has one such channel.
     Control = 0,

@@ -10,6 +10,7 @@ use super::frame_type::{FrameType, Side};
 /// After such an error, the two sides of the connection are out of step. Later bytes cannot be
 /// trusted, so the receiver must report the error and close.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum WireError {
     /// The first bytes are not Pageferry's. The peer speaks another protocol.
     #[error("the peer does not speak Pageferry's protocol: it began with {first}{}", first.guess())]

@@ -8,6 +8,7 @@ use super::{Text, WireError};
 /// is now the Discarded frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u16)]
+#[non_exhaustive]
 pub enum ErrorCode {
     /// The other side broke the protocol.
     Protocol = 1,

@@ -40,6 +40,7 @@ impl fmt::Display for Side {
 /// The type of a frame on a control or bulk channel. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u16)]
+#[non_exhaustive]
 pub enum FrameType {
     /// Source: the description of the VM and the number of channels. The first frame of a session.
     Setup = 1,

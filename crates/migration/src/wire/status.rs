@@ -4,6 +4,7 @@
 /// numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 #[repr(u16)]
+#[non_exhaustive]
 pub enum Status {
     /// The connection was accepted.
     #[error("accepted")]

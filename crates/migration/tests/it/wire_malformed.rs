@@ -249,6 +249,7 @@ fn a_frame_is_refused_from_a_wrong_side_and_on_a_wrong_channel() {
                     Role::Control => ![Pages, Receipt].contains(&frame),
                     Role::Bulk => [Pages, Receipt, Alive].contains(&frame),
                     Role::Urgent => false,
+                    other => panic!("{other:?} has no rule here"),
                 };
                 let refused = FrameHeader::decode(&bytes, from, on).err();
                 let expected = match (may_send, may_travel) {

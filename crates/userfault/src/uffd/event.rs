@@ -29,6 +29,7 @@ pub struct PageFault {
 /// that resolve faults fail with `EAGAIN`
 /// ([`RangeError::is_changing`](super::RangeError::is_changing)).
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum Event {
     /// A thread touched a registered page.
     PageFault(PageFault),

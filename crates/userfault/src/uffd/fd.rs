@@ -12,6 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// The interface by which a userfaultfd was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum OpenedBy {
     /// `userfaultfd(2)`.
     Syscall,

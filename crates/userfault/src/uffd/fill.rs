@@ -9,6 +9,7 @@ use pageferry_addr::{Hva, PageSize};
 
 /// The moment at which threads that sleep on a page are woken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Wake {
     /// The same call wakes them.
     Now,

@@ -11,6 +11,7 @@ use pageferry_addr::Hva;
 
 /// The treatment of source pages that [`Userfaultfd::move_pages`] finds empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum SourceHoles {
     /// The call stops there (`ENOENT`).
     Refuse,

@@ -6,6 +6,7 @@ use super::flags::Features;
 
 /// The userfaultfd capabilities of this process on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct UffdSupport {
     /// Whether this process can open a userfaultfd that serves faults of the kernel, as KVM needs.
     /// Otherwise the error.

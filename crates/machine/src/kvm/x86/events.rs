@@ -107,6 +107,7 @@ fn described(event: &Event) -> String {
         Event::Remap { from, to, len } => format!("Remap of {len} bytes from {from} to {to}"),
         Event::Remove { start, end } => format!("Remove of {start} to {end}"),
         Event::Unmap { start, end } => format!("Unmap of {start} to {end}"),
+        _ => "one of an unknown kind".into(),
     }
 }
 

@@ -122,6 +122,7 @@ impl TlsFiles {
 
 /// The place of a side's certificates.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Tls {
     /// Files, which each session reads anew at its start. So renewed certificates are used.
     Files(TlsFiles),

@@ -102,6 +102,7 @@ pub struct Change {
 
 /// Settings that cannot be, or cannot change. Each message says what would be right.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum SettingsError {
     /// There is no migration.
     #[error("no migration is under way: there is nothing to set")]
