@@ -41,9 +41,9 @@ fn layout(entries: usize) -> Layout {
     Layout::from_size_align(entries * 8, entries * 8).expect("a power of two")
 }
 
-// SAFETY: 1. the allocator's memory is zeroed and aligned to its size; 2. its addresses are exposed,
-// and differ; 3. vCPUs translate inside the guest only, at each access, and a flush waits until
-// they have left; 4. the threads end before the MMU is dropped.
+// SAFETY: 1. The allocator's memory is zeroed and aligned to its size. 2. Its addresses differ, and
+// are exposed. 3. vCPUs translate inside the guest only, at each access. A flush waits until they
+// have left. 4. The threads end before the MMU is dropped.
 unsafe impl Platform for Host {
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
         // SAFETY: not of size 0.

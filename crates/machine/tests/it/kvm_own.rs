@@ -7,11 +7,11 @@
 
 use crate::adopt::{MIB, adopt, memfd, region};
 use crate::place::placing;
-use crate::support::no_kvm;
+use crate::support::{no_kvm, pluggable};
 use pageferry_addr::{Gpa, Hva, PAGE_SIZE, RamPage};
 use pageferry_machine::kvm::{self, KvmFaults, KvmOptions};
 use pageferry_machine::{AdoptedRegion, ArmOptions, Delivery, FaultEvents, GuestRam, MachineError};
-use pageferry_testkit::{skip, wait_for};
+use pageferry_testkit::{HugePages, skip, wait_for};
 use pageferry_userfault::PageBitmap;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap};
@@ -155,6 +155,53 @@ fn missing_pages_are_brought_to_scattered_mappings() {
     }
 }
 
+/// Two huge pages, each a region, whose mappings are in the other order.
+#[test]
+fn huge_pages_of_a_pool_are_brought_to_the_mappings_of_a_vmm() {
+    let Some(_pool) = HugePages::at_least(2) else {
+        return;
+    };
+    const LARGE: u64 = 2 * MIB;
+    let fd = memfd(2 * LARGE, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).unwrap();
+    let room = map(&fd, 2 * LARGE, 0).0;
+    let regions = vec![
+        region(0, LARGE, &fd, LARGE).mapped_at(Hva(room + LARGE)),
+        region(64 * MIB, LARGE, &fd, 0).mapped_at(Hva(room)),
+    ];
+    let beside = vec![region(0, LARGE, &fd, 0).mapped_at(Hva(room + PAGE_SIZE))];
+    let why = adopt(beside).unwrap_err().to_string();
+    assert!(why.contains("begins at no multiple of 2097152"), "{why}");
+    let ram = Arc::new(adopt(regions).unwrap());
+    let faults = KvmFaults::new(Arc::clone(&ram), 1);
+    if lacks(&faults, Delivery::Minor) {
+        return;
+    }
+    let missing = Arc::new(PageBitmap::new(1024));
+    missing.set_range(0..1024);
+    let mut events = faults
+        .arm_userfault(&missing, &Delivery::Minor.into())
+        .unwrap();
+    faults.begin_postcopy().unwrap();
+    let vcpu = std::thread::spawn(move || touch(Hva(room + 5 * PAGE_SIZE)));
+    assert_eq!(next(&mut events), RamPage(512 + 5));
+    // The run covers the end of one huge page and the start of the other: neither is whole.
+    for page in 500..1023 {
+        placing(&ram).write(RamPage(page), &[page as u8; 4096]);
+    }
+    faults.install(RamPage(500), 523).unwrap();
+    (500..1023).for_each(|page| assert!(missing.clear(RamPage(page))));
+    assert!(!vcpu.is_finished());
+    placing(&ram).write(RamPage(1023), &[1; 4096]);
+    faults.install(RamPage(1023), 1).unwrap();
+    missing.clear(RamPage(1023));
+    assert_eq!(vcpu.join().unwrap(), (512 + 5) as u8);
+    assert_eq!(faults.host_large_bytes().unwrap(), LARGE);
+    faults.install(RamPage(0), 500).unwrap();
+    (0..500).for_each(|page| assert!(missing.clear(RamPage(page))));
+    faults.disarm_userfault().unwrap();
+    assert_eq!(touch(Hva(room + LARGE + 501 * PAGE_SIZE)), 501_u64 as u8);
+}
+
 #[test]
 fn deliveries_that_need_more_of_the_vmm_are_refused() {
     let (ram, _) = scattered();
@@ -251,6 +298,11 @@ fn the_engine_does_not_take_memory_that_the_vmm_has_mapped() {
         return;
     }
     let (ram, _) = scattered();
+    let (_machine, plug) = pluggable(1, 16);
+    // A slot over it would show what lies behind the first region's mapping.
+    let plugged = plug.plug(7, Gpa(1 << 30), Arc::clone(&ram), false);
+    let why = plugged.unwrap_err().to_string();
+    assert!(why.contains("without `mapped_at`"), "{why}");
     let ram = Arc::into_inner(ram).unwrap();
     let Err(refused) = kvm::create_on(1, ram, KvmOptions::default()) else {
         panic!("taken");

@@ -49,6 +49,8 @@ struct Vmm {
     ram: Arc<GuestRam>,
     faults: KvmFaults,
     wanted: AtomicBool,
+    /// The vCPU's thread ends. No pause follows.
+    over: AtomicBool,
     /// Locked while the vCPU is in the guest.
     vcpu: Mutex<VcpuFd>,
     thread: OnceLock<libc::pthread_t>,
@@ -137,7 +139,7 @@ impl Vcpus for Vmm {
                 return Err(MachineError::Timeout { what, limit });
             }
             let thread = *self.thread.get().expect("it runs");
-            // SAFETY: the thread never ends, and the signal has a handler.
+            // SAFETY: the thread ends after the last pause only, and the signal has a handler.
             unsafe { libc::pthread_kill(thread, libc::SIGUSR1) };
             std::thread::sleep(Duration::from_micros(100));
         }
@@ -209,6 +211,7 @@ impl Vmm {
             faults: KvmFaults::new(Arc::clone(&ram), 1),
             ram,
             wanted: false.into(),
+            over: false.into(),
             vcpu: Mutex::new(vcpu),
             thread: OnceLock::new(),
         });
@@ -238,7 +241,7 @@ impl Vmm {
 
     /// The vCPU's thread. It knows nothing of missing pages: the vCPU sleeps in `KVM_RUN`.
     fn run(&self) {
-        loop {
+        while !self.over.load(SeqCst) {
             let mut vcpu = self.vcpu.lock().unwrap();
             if !self.wanted.load(SeqCst) {
                 drop(vcpu);
@@ -317,11 +320,12 @@ fn move_vm(delivery: Option<Delivery>) -> Result<DestinationReport, Failure> {
     let destination = Arc::new(Destination::listen(listener, config, |_| {})?);
     let address = destination.local_addrs()[0].clone();
     let session = SourceSession::new()?;
+    let of_source = Arc::clone(&from);
     let source = std::thread::spawn(move || {
-        let machine: Arc<dyn Machine> = Arc::clone(&from) as _;
+        let machine: Arc<dyn Machine> = Arc::clone(&of_source) as _;
         let vm = RunningVm {
             machine: &machine,
-            vcpus: &*from,
+            vcpus: &*of_source,
             devices: &[],
         };
         let (route, config) = (Route::To(address), SourceConfig::default());
@@ -339,8 +343,13 @@ fn move_vm(delivery: Option<Delivery>) -> Result<DestinationReport, Failure> {
     let report = incoming.receive(&vm, &Resolver::new(), &late, &Unobserved)?;
     source.join().expect("the source does not panic")?;
     let arrived = to.number(0)?;
-    std::thread::sleep(Duration::from_millis(100));
+    while to.number(0)? == arrived && !late() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
     Vcpus::pause(&*to, Duration::from_secs(10))?;
+    for vmm in [&from, &to] {
+        vmm.over.store(true, SeqCst);
+    }
     let (first, mut last) = (to.number(0)?, u64::MAX);
     for page in 0..PAGES {
         let number = to.number(page)?;
@@ -360,7 +369,9 @@ fn move_vm(delivery: Option<Delivery>) -> Result<DestinationReport, Failure> {
 
 /// Moves a VM by each delivery of this host that such a VMM can use.
 pub(crate) fn run() -> Result<(), Failure> {
-    for delivery in Vmm::new()?.faults.deliveries() {
+    let some = Vmm::new()?;
+    some.over.store(true, SeqCst);
+    for delivery in some.faults.deliveries() {
         move_vm(Some(delivery))?;
     }
     move_vm(None).map(drop)

@@ -35,13 +35,13 @@ pub type Arm64Ipa44<const HAFDBS: bool> = Arm64Stage2<44, HAFDBS, true>;
 pub type Arm64Ipa48<const HAFDBS: bool> = Arm64Stage2<48, HAFDBS, true>;
 
 impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Arm64Stage2<IPA_BITS, HAFDBS, FWB> {
-    /// VTTBR_EL2 of a [root](crate::Mmu::root): bits 63:48 are `vmid`, bits 47:1 the root's address,
-    /// and bit 0 (CnP) is 0. Without 16-bit VMIDs (VTCR_EL2.VS) a VMID is below 256.
+    /// VTTBR_EL2 of a [root](crate::Mmu::root): bits 63:48 are `vmid`, bits 47:1 the root's
+    /// address, and bit 0 (CnP) is 0. Without 16-bit VMIDs (VTCR_EL2.VS) a VMID is below 256.
     ///
     /// # Flush
     ///
-    /// [`Platform::flush`](crate::Platform::flush), by any one processor at EL2, whose VTTBR_EL2 has
-    /// the VMID meanwhile:
+    /// [`Platform::flush`](crate::Platform::flush), by any one processor at EL2, whose VTTBR_EL2
+    /// has the VMID meanwhile:
     ///
     /// 1. `DSB ISHST`: walks of all processors see the stores to the tables.
     /// 2. `TLBI VMALLS12E1IS` for everything. For a range it may be `TLBI IPAS2E1IS` for each page,
@@ -78,8 +78,8 @@ impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Arm64Stage2<IPA_B
     /// | 21, 22 | HA, HD | `HAFDBS` |
     /// | 31 | RES1 | 1 |
     ///
-    /// The caller adds PS (bits 18:16, the processor's physical address size) and VS (bit 19). HCR_EL2
-    /// has FWB at bit 46.
+    /// The caller adds PS (bits 18:16, the processor's physical address size) and VS (bit 19).
+    /// HCR_EL2 has FWB at bit 46.
     pub const VTCR_EL2: u64 = {
         let start = Self::LEVELS as u64 - 2;
         let managed = if HAFDBS { 0b11 << 21 } else { 0 };

@@ -44,8 +44,8 @@ impl<const LEVELS: u32> Npt<LEVELS> {
     ///    Fn8000_000A_EDX bit 6) the value is 1, for all entries. Or the vCPU takes a new ASID.
     /// 3. A vCPU that changes processors must not meet entries of its own earlier stay. So it does
     ///    step 2 at its first VMRUN on each processor too.
-    /// 4. For [`Flush::Roots`](crate::Flush::Roots), each vCPU also writes the new N_CR3, and clears
-    ///    the clean bit of nested paging (VMCB offset 0xc0, bit 4).
+    /// 4. For [`Flush::Roots`](crate::Flush::Roots), each vCPU also writes the new N_CR3, and
+    ///    clears the clean bit of nested paging (VMCB offset 0xc0, bit 4).
     /// 5. Return when each vCPU is out of the guest, or has entered it after its step 2.
     ///
     /// INVLPGA does not do: it takes guest-virtual addresses.

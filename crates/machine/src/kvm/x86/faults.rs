@@ -27,6 +27,48 @@ type SetUserfault = dyn Fn(&RamRegion, Option<Hva>) -> Result<(), MachineError> 
 ///
 /// [`Delivery::Poison`] needs the vCPUs of this crate: they take its signals, and they carry out
 /// the accesses that KVM cannot.
+///
+/// A VMM with [`Delivery::Userfault`] sets the bits of its slots, and handles the exits:
+///
+/// ```no_run
+/// # use kvm_bindings::kvm_userspace_memory_region2;
+/// # use kvm_ioctls::{VcpuExit, VcpuFd, VmFd};
+/// # use pageferry_addr::{Gpa, RamPage};
+/// # use pageferry_machine::kvm::KvmFaults;
+/// # use pageferry_machine::{GuestRam, MachineError};
+/// # use std::sync::Arc;
+/// # type Failure = Box<dyn std::error::Error>;
+/// # fn vmm(vm: VmFd, ram: Arc<GuestRam>, mut vcpu: VcpuFd, bring: fn(RamPage)) -> Result<(), Failure> {
+/// const KVM_MEM_USERFAULT: u32 = 1 << 3;
+///
+/// let memory = Arc::clone(&ram);
+/// let faults = KvmFaults::new(ram, 1).with_userfault(move |region, bits| {
+///     let mut slot = kvm_userspace_memory_region2 {
+///         slot: region.slot,
+///         flags: if bits.is_some() { KVM_MEM_USERFAULT } else { 0 },
+///         guest_phys_addr: region.gfn.gpa().0,
+///         memory_size: region.pages * 4096,
+///         userspace_addr: memory.guest_hva(region.first).0,
+///         ..Default::default()
+///     };
+///     slot.pad2[0] = bits.map_or(0, |bits| bits.0); // `userfault_bitmap`
+///     // SAFETY: the mappings and the bits stay as long as the slot has them.
+///     let set = unsafe { vm.set_user_memory_region2(slot) };
+///     let os = |e: kvm_ioctls::Error| std::io::Error::from_raw_os_error(e.errno());
+///     set.map_err(|e| MachineError::os("KVM refuses a memory slot", os(e)))
+/// });
+/// loop {
+///     match vcpu.run()? {
+///         VcpuExit::MemoryFault { flags, gpa, .. } => {
+///             let page = faults.page_of_exit(flags, Gpa(gpa));
+///             // In a migration, `Resolver::memory_fault` brings it.
+///             bring(page.ok_or("KVM cannot reach guest memory")?);
+///         }
+///         other => println!("{other:?}"),
+///     }
+/// }
+/// # }
+/// ```
 pub struct KvmFaults {
     path: Arc<FaultPath>,
     vcpus: u32,

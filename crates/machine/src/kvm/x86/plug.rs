@@ -1,7 +1,7 @@
 //! Memory beyond RAM, plugged and unplugged while the machine runs.
 
 use super::shared::VmShared;
-use super::slots::{KvmSlot, same};
+use super::slots::{KvmSlot, check_adjacent, same};
 use crate::{GuestRam, MachineError};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_memslot::{Request, Slot, SlotFlags, SlotTable};
@@ -33,6 +33,8 @@ impl MemoryPlug {
     /// The same memory may be plugged several times, under several ids.
     ///
     /// # Errors
+    /// [`MachineError::Adopt`] if the VMM has mapped the memory for a guest itself
+    /// ([`AdoptedRegion::mapped_at`](crate::AdoptedRegion::mapped_at)).
     /// [`MachineError::WrongState`] if the id is RAM's or taken. [`MachineError::Engine`] with a
     /// [`SlotError`](pageferry_memslot::SlotError) if the slot breaks a rule (no overlap, page
     /// alignment, the number of slots). [`MachineError::Os`] if the kernel refuses.
@@ -43,6 +45,7 @@ impl MemoryPlug {
         memory: Arc<GuestRam>,
         read_only: bool,
     ) -> Result<(), MachineError> {
+        check_adjacent(&memory)?;
         let flags = if read_only {
             SlotFlags::READONLY
         } else {

@@ -212,7 +212,18 @@ pub(super) fn same(slot: &Slot<KvmSlot>) -> Request<KvmSlot> {
     }
 }
 
-/// The addresses of the guest's mapping of `ram`.
+/// Checks that the guest's mapping of `ram` has all its pages at adjacent addresses, so that one
+/// range is all of it.
+pub(super) fn check_adjacent(ram: &GuestRam) -> Result<(), MachineError> {
+    if ram.is_adjacent() {
+        return Ok(());
+    }
+    Err(MachineError::Adopt(
+        "this engine's slots show mappings of its own: adopt the memory without `mapped_at`".into(),
+    ))
+}
+
+/// The addresses of the guest's mapping of `ram`, which is adjacent.
 pub(super) fn guest_mapping(ram: &GuestRam) -> Range<Hva> {
     let start = ram.guest_hva(RamPage(0));
     start..Hva(start.0 + ram.pages() * PAGE_SIZE)

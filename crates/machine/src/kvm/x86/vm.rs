@@ -3,7 +3,7 @@
 use super::device::{open, unavailable};
 use super::dirty::{DirtyLog, DirtyTracking};
 use super::shared::{Caps, VmShared};
-use super::slots::Slots;
+use super::slots::{Slots, check_adjacent};
 use super::userfault::FaultPath;
 use super::vcpu::KvmVcpu;
 use super::{cpuid, events, msr, poison, signal};
@@ -75,12 +75,7 @@ pub(super) fn create_on(
         return Err(LayoutError::Vcpus(vcpus).into());
     }
     check_layout(ram.layout())?;
-    if !ram.is_adjacent() {
-        return Err(MachineError::Adopt(
-            "this engine's slots show mappings of its own: adopt the memory without `mapped_at`"
-                .into(),
-        ));
-    }
+    check_adjacent(&ram)?;
     let kvm = open(c"/dev/kvm")?;
     let most = kvm.get_max_vcpus();
     if vcpus as usize > most {
