@@ -813,6 +813,9 @@ pub(crate) struct ProbeArgs {
     /// Print it as one JSON object
     #[arg(long)]
     pub(crate) json: bool,
+    /// For `probe` itself: make its system calls, from this one on
+    #[arg(long, hide = true, value_name = "N")]
+    pub(crate) calls_from: Option<usize>,
 }
 
 #[cfg(test)]

@@ -51,6 +51,8 @@ trait Host {
     fn read(&self, path: &str) -> Option<String>;
     /// The open descriptors of this process.
     fn descriptors(&self) -> u64;
+    /// The threads of all processes of this user.
+    fn threads_of_user(&self, user: u32) -> u64;
 }
 
 /// This host.
@@ -73,6 +75,37 @@ impl Host for Here {
     fn descriptors(&self) -> u64 {
         fs::read_dir("/proc/self/fd").map_or(0, |found| found.count() as u64)
     }
+
+    fn threads_of_user(&self, user: u32) -> u64 {
+        let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+        // Files of procfs that are no processes, and processes that have ended, have no status.
+        let statuses =
+            processes.filter_map(|one| fs::read_to_string(one.path().join("status")).ok());
+        let of_user = statuses.filter(|status| real_user(status) == Some(user));
+        of_user
+            .filter_map(|status| number(&status, "Threads:"))
+            .sum()
+    }
+}
+
+/// The first number of a line of a status file of procfs.
+fn number(status: &str, name: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+fn real_user(status: &str) -> Option<u32> {
+    number(status, "Uid:")?.try_into().ok()
+}
+
+/// Whether the kernel limits the threads of a process with this status: not those of root, nor with
+/// `CAP_SYS_RESOURCE` or `CAP_SYS_ADMIN` (`copy_process` in `kernel/fork.c`).
+fn threads_are_limited(status: &str) -> bool {
+    // The numbers of both in `include/uapi/linux/capability.h`.
+    let exempt = (1_u64 << 24) | (1 << 21);
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let effective = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
+    real_user(status) != Some(0) && effective.is_some_and(|has| has & exempt == 0)
 }
 
 /// Checks the limits of this host.
@@ -141,6 +174,7 @@ fn check_threads(host: &dyn Host, needs: &Needs) -> Result<(), String> {
             threads - left
         ));
     }
+    check_threads_of_user(host, threads)?;
     let maps = host.read("/proc/self/maps").unwrap_or_default();
     // A thread has a stack and its guard.
     let mappings = maps.lines().count() as u64 + 2 * (u64::from(needs.vcpus) + THREADS) + MAPPINGS;
@@ -151,6 +185,24 @@ fn check_threads(host: &dyn Host, needs: &Needs) -> Result<(), String> {
         )),
         _ => Ok(()),
     }
+}
+
+/// The limit of threads counts those of all processes of the user.
+fn check_threads_of_user(host: &dyn Host, needed: u64) -> Result<(), String> {
+    let status = host.read("/proc/self/status").unwrap_or_default();
+    let limited = || threads_are_limited(&status);
+    let Some(most) = host.rlimit(Rlimit::Nproc).filter(|_| limited()) else {
+        return Ok(());
+    };
+    let used = real_user(&status).map_or(0, |user| host.threads_of_user(user));
+    let all = used.saturating_add(needed);
+    if most < all {
+        return Err(format!(
+            "RLIMIT_NPROC (ulimit -u, LimitNPROC=) is {most}, {needed} threads are needed, and this \
+             user's processes have {used}: raise it to {all} at least"
+        ));
+    }
+    Ok(())
 }
 
 /// The limits of the process (getrlimit(2)).
@@ -224,6 +276,10 @@ mod tests {
 
         fn descriptors(&self) -> u64 {
             10
+        }
+
+        fn threads_of_user(&self, user: u32) -> u64 {
+            if user == 1000 { 30 } else { 0 }
         }
     }
 
@@ -304,6 +360,35 @@ mod tests {
             ..One::default()
         };
         assert_refused(&few, &NEEDS, &["vm.max_map_count is 600"]);
+    }
+
+    #[test]
+    fn the_threads_of_a_user_count_unless_the_user_is_privileged() {
+        let limited = |most, status| One {
+            rlimit: Some((Rlimit::Nproc, most)),
+            files: vec![("/proc/self/status", status)],
+            ..One::default()
+        };
+        let user = "Name:\tsh\nUid:\t1000\t1000\t1000\t1000\nCapEff:\t0000000000003000\n";
+        let says = ["RLIMIT_NPROC", "is 81, 52 threads", "have 30", "to 82"];
+        assert_refused(&limited(81, user), &NEEDS, &says);
+        assert_eq!(check_on(&limited(82, user), &NEEDS), Ok(()));
+        let two = Needs {
+            machines: 2,
+            ..NEEDS
+        };
+        assert_refused(&limited(133, user), &two, &["104 threads", "to 134"]);
+        for exempt in [
+            "Uid:\t0\t0\t0\t0\nCapEff:\t0000000000000000\n",
+            // CAP_SYS_RESOURCE, CAP_SYS_ADMIN.
+            "Uid:\t1000\t1000\t1000\t1000\nCapEff:\t0000000001000000\n",
+            "Uid:\t1000\t1000\t1000\t1000\nCapEff:\t0000000000200000\n",
+        ] {
+            assert_eq!(check_on(&limited(1, exempt), &NEEDS), Ok(()), "{exempt}");
+        }
+        // The effective user does not count.
+        let real = "Uid:\t1000\t0\t0\t0\nCapEff:\t0000000000000000\n";
+        assert_refused(&limited(81, real), &NEEDS, &says);
     }
 
     #[test]

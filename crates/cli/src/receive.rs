@@ -20,7 +20,7 @@ use crate::{detach, size, sockets};
 use pageferry_machine::{EngineChoice, kvm};
 use pageferry_migration::{
     ChannelError, Destination, DestinationConfig, DestinationFailure, DestinationReport,
-    DestinationVm, Incoming, Listener, MigrationError, Offer, Resolver, Stranger,
+    DestinationVm, Incoming, Listener, MigrationError, Offer, Quota, Resolver, Stranger,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -61,9 +61,8 @@ pub(crate) fn receive(
     let destination = listen(args)?;
     host.set_destination(&destination);
     announce(args, &destination);
-    if args.delivery.delivery.0.is_none() && kvm::probe_vm().is_ok() {
-        // Now, and not while a source waits.
-        kvm::delivery_trials();
+    if args.delivery.delivery.0.is_none() {
+        try_deliveries();
     }
     if let Some((_, path)) = &server {
         detach::ready(detached, path, control.is_none())?;
@@ -72,8 +71,9 @@ pub(crate) fn receive(
     let there = Arc::downgrade(&destination);
     feed.measure(move || Rates::of(&there.upgrade()?.status()));
     let mut console: Option<Shown> = None;
+    let notes = Notes::default();
     loop {
-        let Some(incoming) = accept(&destination, &host, args, interrupts)? else {
+        let Some(incoming) = accept(&destination, &host, args, interrupts, &notes)? else {
             // `quit` came over the control socket: this is the requested end.
             return Ok(());
         };
@@ -97,7 +97,7 @@ pub(crate) fn receive(
             Activity::Waiting if goes_on(args, &host, interrupts) => {
                 host.set_sampler(None);
                 host.set_vm(None);
-                output::note(&format!("{failure}; still listening"));
+                notes.say(&format!("{failure}; still listening"));
             }
             Activity::Incomplete { .. }
                 if matches!(failure.exit, Exit::LinkLost | Exit::Internal) && server.is_some() =>
@@ -112,6 +112,15 @@ pub(crate) fn receive(
             _ => return Err(failure),
         }
     }
+}
+
+/// Begins the trials that choose a delivery for a VM on KVM, so that none waits for them later. They
+/// may take seconds on a busy host, and a source may be here at once: sources of other VMs need not
+/// wait at all.
+fn try_deliveries() {
+    let trials = std::thread::Builder::new().name("trials".into());
+    // Without a thread, a VM on KVM makes them when it comes.
+    let _ = trials.spawn(|| kvm::probe_vm().map(|()| kvm::delivery_trials()));
 }
 
 /// Whether a destination whose source failed waits for the next one. A demo has only one source.
@@ -151,6 +160,7 @@ fn accept(
     host: &Host,
     args: &ReceiveArgs,
     interrupts: &Interrupts,
+    notes: &Notes,
 ) -> Result<Option<Incoming>, Failure> {
     let stop = || is_asked_to_stop(host, interrupts);
     loop {
@@ -170,7 +180,7 @@ fn accept(
             Err(e) if !goes_on(args, host, interrupts) => {
                 return Err(Failure::new(of_migration(&e), e.to_string()));
             }
-            Err(e) => output::note(&format!("turned away a source: {e}; still listening")),
+            Err(e) => notes.say(&format!("turned away a source: {e}; still listening")),
         }
     }
 }
@@ -185,14 +195,31 @@ fn is_of_this_host(error: &MigrationError) -> bool {
 }
 
 fn turned_away(stranger: &Stranger) {
-    let others = match stranger.left_out {
+    let Stranger { peer, why, .. } = stranger;
+    let others = others(stranger.left_out);
+    output::note(&format!(
+        "turned away {peer}: {why}; still listening{others}"
+    ));
+}
+
+/// The messages that were left out before one.
+fn others(left_out: u64) -> String {
+    match left_out {
         0 => String::new(),
         more => format!(" (and {more} others since the last of these messages)"),
-    };
-    output::note(&format!(
-        "turned away {}: {}; still listening{others}",
-        stranger.peer, stranger.why
-    ));
+    }
+}
+
+/// Notes that sources cause, at a bounded rate.
+#[derive(Default)]
+struct Notes(Quota);
+
+impl Notes {
+    fn say(&self, note: &str) {
+        if let Some(left_out) = self.0.take() {
+            output::note(&format!("{note}{}", others(left_out)));
+        }
+    }
 }
 
 /// Checks the offered VM against the limits of this destination, before anything is allocated.

@@ -16,7 +16,7 @@ use crate::session::Generation;
 use crate::wire::{
     Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DEVICE_STATES_BYTES, Role, Side, WireError,
 };
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -122,10 +122,7 @@ impl ControlLink {
 
     /// Whether bytes have arrived that no receive has taken.
     pub(crate) fn has_unread(&self) -> bool {
-        let mut fds = [PollFd::new(&*self.connection, PollFlags::IN)];
-        self.more
-            || self.connection.has_pending()
-            || poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+        self.more || self.connection.has_unread()
     }
 
     /// The bytes that the connection has not accepted.
@@ -133,9 +130,9 @@ impl ControlLink {
         self.out.waiting()
     }
 
-    /// The time since the last byte from the peer.
-    pub(crate) fn silence(&self) -> Duration {
-        self.heard.elapsed()
+    /// Whether the peer has said nothing for longer than `patience`.
+    pub(crate) fn is_silent(&self, patience: Duration) -> bool {
+        !self.more && self.connection.is_silent(self.heard, patience)
     }
 
     /// Does not count the silence until now.
@@ -354,6 +351,22 @@ mod tests {
     fn long() -> Frame {
         let runs = (0..60_000).map(|n| 2 * n..2 * n + 1);
         Frame::Missing(MissingRuns::frames(runs).next().unwrap())
+    }
+
+    /// This side was late, as on a busy host, and the peer was not.
+    #[test]
+    fn a_peer_whose_bytes_wait_to_be_received_is_not_silent() {
+        let (mut link, far) = link();
+        let patience = Duration::from_millis(5);
+        let wait = crate::channel::Wait::block("Alive");
+        let mut bytes = Vec::new();
+        Frame::Alive.encode(&mut bytes).unwrap();
+        far.write_all(&bytes, &wait).unwrap();
+        std::thread::sleep(4 * patience);
+        assert!(!link.is_silent(patience));
+        assert!(matches!(link.receive(), Ok(None)));
+        std::thread::sleep(4 * patience);
+        assert!(link.is_silent(patience));
     }
 
     #[test]

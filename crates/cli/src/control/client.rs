@@ -168,3 +168,38 @@ pub(crate) fn ask(
 ) -> Result<Value, Failure> {
     Client::connect(path)?.call(request, limit, &|| interrupts.any(), &mut |_| {})
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::io::Errno;
+
+    /// Whether a VM may be there decides what the user should do.
+    #[test]
+    fn only_a_socket_without_a_vm_is_met_with_the_advice_to_start_one() {
+        let path = Path::new("/no/such/vm");
+        let starts = "start one with `pageferry run --control /no/such/vm`";
+        for (errno, exit, says) in [
+            (Errno::NOENT, Exit::NoVm, "there is no such file"),
+            (Errno::NOTDIR, Exit::NoVm, "is not a directory"),
+            (Errno::CONNREFUSED, Exit::NoVm, "has ended"),
+            (Errno::PROTOTYPE, Exit::NoVm, "of another kind"),
+            (Errno::ACCESS, Exit::Internal, "for its owner only"),
+            (Errno::PERM, Exit::Internal, "for its owner only"),
+            (Errno::AGAIN, Exit::Internal, "try again"),
+            (Errno::MFILE, Exit::Internal, "no VM was asked"),
+            (Errno::NOMEM, Exit::Internal, "no VM was asked"),
+            (Errno::LOOP, Exit::Internal, "no VM was asked"),
+        ] {
+            let failure = cannot_connect(path, &errno.into());
+            assert_eq!(failure.exit, exit, "{failure}");
+            assert!(failure.message.contains(says), "{failure}");
+            let advises = failure.message.contains(starts);
+            assert_eq!(advises, exit == Exit::NoVm, "{failure}");
+        }
+        let long = std::io::Error::from(ErrorKind::InvalidInput);
+        let failure = cannot_connect(path, &long);
+        assert_eq!(failure.exit, Exit::Usage, "{failure}");
+        assert!(failure.message.contains("at most 107 bytes"), "{failure}");
+    }
+}

@@ -2,8 +2,10 @@
 //! missing ones.
 //!
 //! Each [`Finding`] comes from a trial, not from version numbers: the probe runs a VM, opens a
-//! userfaultfd, creates a memfd. It changes nothing on the host.
+//! userfaultfd, creates a memfd. A child process tries the system calls, since a filter may kill it.
+//! It changes nothing on the host.
 
+mod calls;
 mod hardware;
 mod kernel;
 
@@ -72,7 +74,33 @@ fn fastest(trial: &DeliveryTrial) -> Option<&'static str> {
 /// # Errors
 /// When not even the soft engine can be chosen.
 pub(crate) fn probe(args: &ProbeArgs) -> Result<(), Failure> {
-    let findings = vec![
+    if let Some(first) = args.calls_from {
+        return calls::make_from(first).map_err(|e| Failure::os("cannot write", e));
+    }
+    // First: a filter that kills at a call would end the other trials, and this process.
+    let calls = calls::try_all();
+    let (findings, choice) = if calls.kills() {
+        untried(calls.finding())
+    } else {
+        (all(calls.finding()), choose()?)
+    };
+    if args.json {
+        let mut json = as_json(&findings, &choice);
+        // They are read from files, by a call that may be the one.
+        json["conditions"] = match calls.kills() {
+            true => Value::Null,
+            false => json!(crate::report::Conditions::here("none")),
+        };
+        output::json(&json);
+    } else {
+        output::result(&as_text(&findings, &choice));
+    }
+    Ok(())
+}
+
+fn all(calls: Finding) -> Vec<Finding> {
+    vec![
+        calls,
         kernel::kvm(),
         kernel::dirty_log(),
         kernel::userfaultfd(),
@@ -84,14 +112,39 @@ pub(crate) fn probe(args: &ProbeArgs) -> Result<(), Failure> {
         hardware::transparent_huge_pages(),
         hardware::cores(),
         hardware::memory(),
+    ]
+}
+
+/// The findings where a filter would kill this process at the others, or at the choice.
+fn untried(calls: Finding) -> (Vec<Finding>, Choice) {
+    let why = "not tried: a filter kills the process";
+    let others = [
+        "kvm",
+        "dirty-log",
+        "userfaultfd",
+        "kvm-userfault",
+        "privileges",
+        "memfd",
+        "backings",
+        "huge-pages",
+        "transparent-huge-pages",
+        "cores",
+        "memory",
     ];
-    let choice = choose()?;
-    if args.json {
-        output::json(&as_json(&findings, &choice));
-    } else {
-        output::result(&as_text(&findings, &choice));
-    }
-    Ok(())
+    let others = others.map(|name| Finding {
+        name,
+        state: Grade::Missing,
+        found: why.into(),
+        means: "see system-calls".into(),
+        advice: Some("change the filter first, and probe again".into()),
+    });
+    let choice = Choice {
+        engine: Engine::Soft.name(),
+        because: why.into(),
+        deliveries: Vec::new(),
+        trials: Vec::new(),
+    };
+    (std::iter::once(calls).chain(others).collect(), choice)
 }
 
 fn choose() -> Result<Choice, Failure> {
@@ -130,7 +183,6 @@ fn as_json(findings: &[Finding], choice: &Choice) -> Value {
                     .collect::<Vec<_>>(),
             })).collect::<Vec<_>>(),
         },
-        "conditions": crate::report::Conditions::here("none"),
     })
 }
 

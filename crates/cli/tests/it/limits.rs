@@ -3,6 +3,7 @@
 use crate::support::{Dir, PAGEFERRY, Process, status};
 use pageferry_testkit::{HugePages, skip, wait_for};
 use std::fs;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -46,6 +47,46 @@ fn limits_of_the_process_are_told_at_the_start() {
     }
     let enough = "ulimit -f 200000; ulimit -n 256; exec \"$@\"";
     assert_runs(start(enough, "--memory 64M", &dir), &dir);
+}
+
+/// The limit counts the threads of a user who is not root.
+#[test]
+fn a_limit_of_the_users_threads_is_told_at_the_start() {
+    /// A user of nothing else.
+    const NOBODY: u32 = 54_322;
+    let dir = Dir::new();
+    // The user must reach the program, and make the socket.
+    let program = dir.path("program");
+    fs::copy(PAGEFERRY, &program).unwrap();
+    let all = |mode| std::os::unix::fs::PermissionsExt::from_mode(mode);
+    fs::set_permissions(program.parent().unwrap(), all(0o777)).unwrap();
+    let start = |most: &str| {
+        let script = format!("ulimit -u {most}; exec \"$@\"");
+        // Not every `sh` knows this limit.
+        let mut command = Command::new("bash");
+        command.args(["-c", &script, "bash"]).arg(&program);
+        if rustix::process::getuid().is_root() {
+            command.uid(NOBODY);
+        }
+        let control = dir.path("vm").display().to_string();
+        let words = format!("run --engine soft --vcpus 1 --memory 16M --control {control}");
+        Process::start_by(command, &words.split(' ').collect::<Vec<_>>(), &dir)
+    };
+    let ended = start("20").end();
+    ended.assert_failed(LIMIT_TOO_LOW, "RLIMIT_NPROC");
+    assert!(
+        ended.stderr.contains("is 20, 49 threads are needed"),
+        "{ended:?}"
+    );
+    if !rustix::process::getuid().is_root() {
+        return;
+    }
+    let process = start("60");
+    wait_for("the VM", || {
+        status(&dir.path("vm")).filter(|status| status["state"] == "running")
+    });
+    process.interrupt();
+    process.end().assert_ok();
 }
 
 /// A control group that is removed at the end of its test.

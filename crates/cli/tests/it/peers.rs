@@ -5,7 +5,7 @@ use crate::support::peer::{Peer, nobody, once};
 use crate::support::{Destination, Dir, Ended, Process, Source, pageferry};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{Connection, Wait};
-use pageferry_migration::handshake::{Identity, PlainPolicy, Protection, dial};
+use pageferry_migration::handshake::{HandshakeError, Identity, PlainPolicy, Protection, dial};
 use pageferry_migration::wire::{
     ChannelKey, Frame, FrameHeader, FrameType, HEADER_BYTES, HELLO_BYTES, Hello, HelloReply, Role,
     Setup, Side, Status, VERSION,
@@ -235,12 +235,16 @@ fn strangers_do_not_disturb_a_destination() {
 
 /// Opens a session with a destination.
 fn open(address: &str) -> Connection {
+    try_open(address).unwrap()
+}
+
+fn try_open(address: &str) -> Result<Connection, HandshakeError> {
     let address: Address = address.parse().unwrap();
     let plain = Protection::Plain(PlainPolicy::LoopbackOnly);
     let identity = Identity::random().unwrap();
     let key = ChannelKey::control(1);
     let opened = dial(&address, &plain, &identity, key, LIMIT, &|| false);
-    opened.unwrap().connection
+    opened.map(|opened| opened.connection)
 }
 
 /// The set-up that a source sends, for a machine of 16 MiB with 2 vCPUs.
@@ -566,4 +570,43 @@ fn a_vm_whose_destination_is_lost_in_postcopy_is_kept_paused_until_it_is_ended()
         .end()
         .assert_failed(10, "stays paused at the source");
     source.dir.assert_empty();
+}
+
+/// Each of these sources opens a session, and says something that is no offer, or one of a machine
+/// that nobody has.
+#[test]
+fn sources_without_an_end_write_few_lines() {
+    let destination = Destination::start(&[]);
+    let began = std::time::Instant::now();
+    let garbage = [0xa5; 64];
+    let strange = setup(|setup| setup.vcpus = 4000);
+    for number in 0..2000 {
+        // It is busy while it looks at an offer.
+        let source = wait_for("a place", || try_open(&destination.address).ok());
+        let said: &[u8] = if number % 20 == 0 { &strange } else { &garbage };
+        let wait = Wait::block("what is said").within(LIMIT);
+        // It may be turned away already.
+        let _ = source.write_all(said, &wait);
+        // Until it is: sources that have spoken have the places.
+        let _ = source.read_exact(&mut [0], &wait);
+    }
+    // Some are strangers, whose lines have a bound of their own.
+    let allowed = 2 * (32 + 1 + began.elapsed().as_secs() as usize);
+    let text = destination.process.said_on_stderr();
+    let lines = text
+        .lines()
+        .filter(|line| line.contains("still listening"))
+        .count();
+    assert!(
+        (32..=allowed).contains(&lines),
+        "{lines} lines, at most {allowed}"
+    );
+    // The next note says how many there were.
+    std::thread::sleep(Duration::from_millis(1100));
+    send(&open(&destination.address), &garbage);
+    destination
+        .process
+        .wait_until_said(" others since the last of these messages)");
+    destination.process.interrupt();
+    destination.process.end();
 }

@@ -2,7 +2,7 @@
 
 use crate::activation::activated_command;
 use crate::support::certificates::{Authority, Now, SideFlags};
-use crate::support::service_filter::{filtered, restrict};
+use crate::support::service_filter::{filtered, filtered_without, restrict};
 use crate::support::terminal::Pty;
 use crate::support::{Destination, Dir, PAGEFERRY, Process, Source, assert_whole, status};
 use crate::terminal::{is_stopped, run_echo};
@@ -155,4 +155,58 @@ fn a_demo_runs() {
     let dir = Dir::new();
     assert_runs("demo --engine soft --vcpus 2 --memory 32M", &dir);
     dir.assert_empty();
+}
+
+/// The findings of `probe`, which ends with 0.
+#[track_caller]
+fn findings(command: Command) -> serde_json::Value {
+    let ended = Process::start_by(command, &["probe", "--json"], &Dir::new()).end();
+    ended.assert_ok();
+    ended.json()["findings"].clone()
+}
+
+#[test]
+fn probe_finds_nothing_wrong_with_the_filter() {
+    let found = findings(filtered())["system-calls"].clone();
+    assert_eq!(found["state"], "good", "{found}");
+}
+
+/// Some of these would end the other trials, and `probe`, if it made them itself.
+#[test]
+fn probe_names_the_calls_that_a_filter_lacks() {
+    let calls = [
+        ("memfd_create", libc::SYS_memfd_create),
+        ("userfaultfd", libc::SYS_userfaultfd),
+        ("membarrier", libc::SYS_membarrier),
+        ("fallocate", libc::SYS_fallocate),
+        ("lseek", libc::SYS_lseek),
+        ("sched_setaffinity", libc::SYS_sched_setaffinity),
+        ("sendmsg", libc::SYS_sendmsg),
+        ("setsockopt", libc::SYS_setsockopt),
+        ("accept4", libc::SYS_accept4),
+    ];
+    for (name, number) in calls {
+        let all = findings(filtered_without(&[number], None));
+        let found = &all["system-calls"];
+        assert_eq!(found["state"], "missing", "{found}");
+        assert_eq!(
+            found["found"],
+            format!("a filter kills the process at {name}")
+        );
+        assert_eq!(all["userfaultfd"]["state"], "missing", "{all}");
+    }
+    let two = [libc::SYS_userfaultfd, libc::SYS_membarrier];
+    let found = findings(filtered_without(&two, None))["system-calls"].clone();
+    let says = "a filter kills the process at userfaultfd, membarrier";
+    assert_eq!(found["found"], says, "{found}");
+    // A filter that refuses leaves the other trials alone.
+    for errno in [libc::EPERM, libc::ENOSYS] {
+        let refusing = filtered_without(&two, Some(errno.unsigned_abs()));
+        let all = findings(refusing);
+        let found = &all["system-calls"];
+        assert_eq!(found["state"], "limited", "{found}");
+        let says = "a filter or an old kernel refuses userfaultfd, membarrier";
+        assert_eq!(found["found"], says, "{found}");
+        assert_eq!(all["memory"]["state"], "good", "{all}");
+    }
 }

@@ -4,12 +4,13 @@
 )]
 //! One connection to the peer: its socket, and reading.
 
-use rustix::event::PollFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, Shutdown, sockopt};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::raw::{Cursor, RawSlice};
 use super::tls::Session;
@@ -213,6 +214,18 @@ impl Connection {
     #[must_use]
     pub fn has_pending(&self) -> bool {
         self.session().is_some_and(|session| session.has_pending())
+    }
+
+    /// Whether bytes have arrived that no receive has taken, or the connection has ended.
+    pub(crate) fn has_unread(&self) -> bool {
+        let mut fds = [PollFd::new(self, PollFlags::IN)];
+        self.has_pending() || poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0)
+    }
+
+    /// Whether the peer has said nothing for longer than `patience`. `heard` is the time at which
+    /// this side last received bytes. This side may have been late: then they wait.
+    pub(crate) fn is_silent(&self, heard: Instant, patience: Duration) -> bool {
+        heard.elapsed() > patience && !self.has_unread()
     }
 
     /// Whether the peer's kernel has not confirmed all bytes that the socket has taken.

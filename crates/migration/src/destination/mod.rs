@@ -540,7 +540,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         let interval = self.host.config.limits.interval();
         let patience = self.patience.get();
         if let Some(control) = &mut self.control {
-            if control.silence() > patience {
+            if control.is_silent(patience) {
                 self.lose_control(MigrationError::Timeout("anything on the control channel"));
             } else if let Err(error) = control.keep_alive(interval) {
                 self.lose_control(error);

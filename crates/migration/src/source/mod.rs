@@ -586,7 +586,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             self.shared.patience.get()
         };
         if let Some(control) = &mut self.control {
-            if control.silence() > patience {
+            if control.is_silent(patience) {
                 self.lose_control(MigrationError::Timeout("anything on the control channel"));
             } else if let Err(error) = control.keep_alive(interval) {
                 self.lose_control(error);

@@ -31,9 +31,8 @@ fn instruction(code: u32, k: u32, jt: u8, jf: u8) -> libc::sock_filter {
     libc::sock_filter { code, jt, jf, k }
 }
 
-/// A program that allows the calls of [`ALLOWED`] and kills the process at any other, as systemd
-/// does.
-fn program() -> Vec<libc::sock_filter> {
+/// A program that allows the calls of [`ALLOWED`] but these, and does `otherwise` at any other.
+fn program(but: &[libc::c_long], otherwise: u32) -> Vec<libc::sock_filter> {
     let load = |at| instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, at, 0, 0);
     let equal = |k, jt, jf| instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, k, jt, jf);
     let end = |k| instruction(libc::BPF_RET | libc::BPF_K, k, 0, 0);
@@ -43,17 +42,33 @@ fn program() -> Vec<libc::sock_filter> {
         end(libc::SECCOMP_RET_KILL_PROCESS),
         load(NR_AT),
     ];
-    for number in ALLOWED.iter().flat_map(|(first, last)| *first..=*last) {
+    let allowed = ALLOWED.iter().flat_map(|(first, last)| *first..=*last);
+    for number in allowed.filter(|number| !but.contains(&(*number).into())) {
         program.push(equal(number, 0, 1));
         program.push(end(libc::SECCOMP_RET_ALLOW));
     }
-    program.push(end(libc::SECCOMP_RET_KILL_PROCESS));
+    program.push(end(otherwise));
     program
 }
 
-/// Runs `command` under the filter.
+/// Runs `command` under the filter, which kills the process at other calls, as systemd does.
 pub(crate) fn restrict(command: &mut Command) -> &mut Command {
-    let program = program();
+    install(command, program(&[], libc::SECCOMP_RET_KILL_PROCESS))
+}
+
+/// A command that starts `pageferry` under the filter without these calls. With an error, a call
+/// fails by it; else it kills the process.
+pub(crate) fn filtered_without(but: &[libc::c_long], error: Option<u32>) -> Command {
+    let otherwise = match error {
+        Some(errno) => libc::SECCOMP_RET_ERRNO | errno,
+        None => libc::SECCOMP_RET_KILL_PROCESS,
+    };
+    let mut command = Command::new(PAGEFERRY);
+    install(&mut command, program(but, otherwise));
+    command
+}
+
+fn install(command: &mut Command, program: Vec<libc::sock_filter>) -> &mut Command {
     let install = move || {
         let filter = libc::sock_fprog {
             len: u16::try_from(program.len()).unwrap_or(0),
