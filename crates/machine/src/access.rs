@@ -43,6 +43,10 @@ pub(crate) enum Store {
     /// It may be refused.
     Asked,
     /// Its bytes are there already. It is never refused.
+    #[cfg_attr(
+        not(feature = "vm-memory"),
+        expect(dead_code, reason = "only devices with slices store so")
+    )]
     Done,
 }
 

@@ -286,6 +286,8 @@ fn copies_through_a_region_end_with_it_and_are_logged() {
 /// whichever way it writes, and wherever in the slice.
 #[test]
 fn a_write_through_a_slice_is_logged_when_it_is_made() {
+    /// A name, the write, and its pages.
+    type Write<'a> = (&'a str, &'a dyn Fn(), &'a [u64]);
     const FIRST: u64 = 3;
     let new = create(Engine::Soft, MachineSpec::new(1, PAGES * PAGE_SIZE)).unwrap();
     let machine = &new.machine;
@@ -304,7 +306,7 @@ fn a_write_through_a_slice_is_logged_when_it_is_made() {
     };
     assert_eq!(harvest(), [0; 0], "nothing is written yet");
     let bytes = [7_u8; 16];
-    let writes: [(&str, &dyn Fn(), &[u64]); 9] = [
+    let writes: [Write<'_>; 9] = [
         (
             "write_slice",
             &|| slice.write_slice(&bytes, page(3)).unwrap(),

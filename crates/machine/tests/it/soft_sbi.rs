@@ -464,8 +464,8 @@ fn beside<R>(vcpu: &mut Box<dyn Vcpu>, during: impl FnOnce() -> R) -> R {
     })
 }
 
-/// SBI 2.0, chapter 9: a suspended hart that has an interrupt which resumes it is RESUME_PENDING, at
-/// once, and STARTED when it executes. It need not leave the guest for that.
+/// SBI 2.0, chapter 9: a suspended hart is RESUME_PENDING as soon as an interrupt resumes it, and
+/// STARTED when it executes. It need not leave the guest for that.
 #[test]
 fn a_hart_that_resumes_is_not_called_suspended() {
     const STARTED: u32 = 0;

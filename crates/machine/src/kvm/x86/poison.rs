@@ -271,7 +271,7 @@ mod tests {
         const PAGES: u64 = 64;
         let ram = GuestRam::new(RamLayout::for_memory(PAGES * PAGE_SIZE).unwrap()).unwrap();
         let table: Vec<u8> = (0..512)
-            .flat_map(|index| (index % PAGES * PAGE_SIZE | 7).to_le_bytes())
+            .flat_map(|index| (index % PAGES * PAGE_SIZE + 7).to_le_bytes())
             .collect();
         for page in (0..PAGES).map(RamPage) {
             ram.try_write(page, &table).unwrap();
