@@ -1,27 +1,8 @@
-//! A bell wakes a thread that sleeps in poll(2), and the sleep itself.
+//! A bell wakes a thread that sleeps in poll(2).
 
 use crate::error::MigrationError;
-use rustix::event::{EventfdFlags, PollFd, Timespec, eventfd, poll};
-use rustix::io::Errno;
+use rustix::event::{EventfdFlags, eventfd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
-
-/// The longest sleep after a poll(2) that failed: nothing ends it earlier.
-const BLIND: Duration = Duration::from_millis(20);
-
-/// Sleeps until a descriptor is ready, a signal comes, or `nap` is over. The caller looks at all it
-/// waits for, whatever ended the sleep.
-///
-/// poll(2) fails where the kernel lacks memory, and where the limit of descriptors is below their
-/// number. Then this sleeps all the same: its caller must not spin.
-pub(crate) fn sleep_on(fds: &mut [PollFd<'_>], nap: Duration) {
-    // A nap that is too long for the kernel's clock has no end.
-    let limit = Timespec::try_from(nap).ok();
-    match poll(fds, limit.as_ref()) {
-        Ok(_) | Err(Errno::INTR) => {}
-        Err(_) => std::thread::sleep(nap.min(BLIND)),
-    }
-}
 
 /// An eventfd. One thread waits for it, any thread rings it.
 #[derive(Debug)]

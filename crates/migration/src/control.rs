@@ -6,9 +6,9 @@
 //! keep is bounded: an answer beyond [`MAX_ANSWERS`] is an error, and so is a first frame that is
 //! longer than any that opens a session.
 
-use crate::bell::sleep_on;
 use crate::channel::{ChannelError, Connection, Origin};
 use crate::error::MigrationError;
+use crate::nap::sleep_on;
 use crate::outbox::Outbox;
 use crate::protocol_error::ProtocolError;
 use crate::report::Protected;

@@ -42,6 +42,7 @@ mod latency;
 mod ledger;
 mod limits;
 mod mailbox;
+mod nap;
 mod outbox;
 mod phase;
 mod protocol_error;

@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use super::{ChannelError, Spinner};
-use crate::bell::sleep_on;
+use crate::nap::sleep_on;
 
 /// The interval at which a sleeping wait calls `stop`.
 const STOP_CHECK: Duration = Duration::from_millis(50);

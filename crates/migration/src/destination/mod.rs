@@ -587,6 +587,6 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ));
         }
         let nap = self.host.config.limits.interval().min(LONGEST_SLEEP);
-        crate::bell::sleep_on(&mut fds, nap);
+        crate::nap::sleep_on(&mut fds, nap);
     }
 }

@@ -111,7 +111,7 @@ fn choose(host: &Destination, stop: &dyn Fn() -> bool) -> Result<Chosen, Migrati
         for connection in &connections {
             fds.push(PollFd::new(&**connection, PollFlags::IN));
         }
-        crate::bell::sleep_on(&mut fds, TICK);
+        crate::nap::sleep_on(&mut fds, TICK);
     }
 }
 

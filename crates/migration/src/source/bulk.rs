@@ -7,10 +7,11 @@
 use super::governor::Governor;
 use super::pages::{FRAME_PAGES, PageFrame};
 use super::shared::{Mode, Shared};
-use crate::bell::{Bell, sleep_on};
+use crate::bell::Bell;
 use crate::channel::{Connection, Wait};
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
+use crate::nap::sleep_on;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
 use crate::wire::{Frame, FrameHeader, HEADER_BYTES, PAGE_BYTES, Role, Side};

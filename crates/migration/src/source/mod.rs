@@ -626,7 +626,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ));
         }
         let nap = self.config.limits.interval().min(LONGEST_SLEEP);
-        crate::bell::sleep_on(&mut fds, nap);
+        crate::nap::sleep_on(&mut fds, nap);
     }
 
     fn start_push(&mut self) {

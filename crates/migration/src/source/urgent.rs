@@ -7,9 +7,10 @@
 use super::gate::Due;
 use super::pages::{is_zero, stopped_page};
 use super::shared::{Mode, Shared};
-use crate::bell::{Bell, sleep_on};
+use crate::bell::Bell;
 use crate::channel::{Connection, Spinner, Wait};
 use crate::error::MigrationError;
+use crate::nap::sleep_on;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
 use crate::wire::{PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply};

@@ -200,7 +200,7 @@ fn trial(crowded: bool) -> &'static DeliveryTrial {
                 let _ = sched_setaffinity(None, &cores);
                 measure(vcpus)
             };
-            let thread = std::thread::Builder::new().name("pf-trial".into());
+            let thread = std::thread::Builder::new().name("trial".into());
             thread
                 .spawn_scoped(scope, measure)
                 .map_or(Vec::new(), |thread| thread.join().unwrap_or_default())
