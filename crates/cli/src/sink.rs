@@ -82,7 +82,7 @@ struct Queue {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SinkState {
     to: To,
     /// Names a number of lost texts to the reader.
     notice: fn(u64) -> String,
@@ -91,7 +91,7 @@ struct Shared {
     changed: Condvar,
 }
 
-impl Shared {
+impl SinkState {
     fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -137,7 +137,7 @@ impl Queue {
 /// Writes texts to a descriptor in the background. A copy shares the queue. The thread ends after
 /// [`Sink::close`], or with the process.
 #[derive(Clone, Debug)]
-pub(crate) struct Sink(Arc<Shared>);
+pub(crate) struct Sink(Arc<SinkState>);
 
 impl Sink {
     /// Starts the thread `name`. At most `capacity` bytes wait, except for one text that is longer.
@@ -150,7 +150,7 @@ impl Sink {
         capacity: usize,
         notice: fn(u64) -> String,
     ) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SinkState {
             to,
             notice,
             capacity,
@@ -240,7 +240,7 @@ impl Sink {
 }
 
 /// The thread.
-fn write_all_texts(shared: &Shared) {
+fn write_all_texts(shared: &SinkState) {
     let mut queue = shared.queue();
     loop {
         let Some(text) = queue.next() else {
@@ -276,7 +276,7 @@ fn write_all_texts(shared: &Shared) {
 }
 
 /// Writes all of `bytes`.
-fn write(shared: &Shared, mut bytes: &[u8]) -> Result<(), Errno> {
+fn write(shared: &SinkState, mut bytes: &[u8]) -> Result<(), Errno> {
     while !bytes.is_empty() {
         match shared.to.write(&bytes[..bytes.len().min(PIECE)]) {
             Ok(taken) => {

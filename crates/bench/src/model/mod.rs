@@ -41,7 +41,7 @@ mod report;
 mod tests;
 
 pub use parts::Parts;
-pub use queue::{Lock, Outcome, Spread, Step, System};
+pub use queue::{Lock, QueueTimes, Spread, Step, System};
 pub use report::{ModelReport, figure, page};
 
 use crate::demand_paging::{HostRam, Plan, Scheme, Serving, in_order_touch, soft_touch};
@@ -302,7 +302,7 @@ fn simulate(
     delivery: PageDelivery,
     scheme: Scheme,
     vcpus: u32,
-) -> Outcome {
+) -> QueueTimes {
     let steps = delivery.steps(parts);
     let pages = setting.memory_per_vcpu / PAGE_SIZE;
     System {

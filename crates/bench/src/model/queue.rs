@@ -1,7 +1,7 @@
 //! The simulation: vCPUs alternate between work of their own and one shared server.
 //!
 //! **Guarantee.** Service is exactly first come, first served: an event is handled only when no
-//! earlier event can arise. The same [`System`] gives the same [`Outcome`] on every host.
+//! earlier event can arise. The same [`System`] gives the same [`QueueTimes`] on every host.
 //!
 //! **Mechanism.** A closed queue with one server, event by event. The only events are requests of
 //! vCPUs for the server, in a heap by time. Handling a request determines the start of service, its
@@ -80,7 +80,7 @@ pub struct System {
 
 /// The result of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Outcome {
+pub struct QueueTimes {
     /// From the common start to the end of the last vCPU, in nanoseconds.
     pub elapsed_ns: f64,
     /// The sum of all vCPUs' waits for the lock, in nanoseconds.
@@ -91,7 +91,7 @@ pub struct Outcome {
     pub pages: u64,
 }
 
-impl Outcome {
+impl QueueTimes {
     /// Pages per second of all vCPUs together.
     #[must_use]
     pub fn pages_per_s(&self) -> f64 {
@@ -133,7 +133,7 @@ impl System {
     /// # Panics
     /// If there is no vCPU, no page or no step, or a time is negative or not finite.
     #[must_use]
-    pub fn run(&self) -> Outcome {
+    pub fn run(&self) -> QueueTimes {
         assert!(self.vcpus > 0 && self.pages > 0 && !self.steps.is_empty());
         let sane = |ns: f64| ns.is_finite() && ns >= 0.0;
         assert!(
@@ -185,7 +185,7 @@ impl System {
                 asking.push(Reverse((again, vcpu)));
             }
         }
-        Outcome {
+        QueueTimes {
             elapsed_ns: elapsed as f64 / PS,
             waited_ns: waited as f64 / PS,
             vcpu_ns: all as f64 / PS,

@@ -172,7 +172,7 @@ const EXPEDITED: c_long = 1 << 3;
 
 /// What became of the calls.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Outcome {
+pub(super) struct FilterFindings {
     /// The calls at which the filter kills the process.
     killed: Vec<&'static str>,
     /// The calls that the filter, or an old kernel, refuses.
@@ -202,8 +202,8 @@ pub(super) fn make_from(first: usize) -> io::Result<()> {
 }
 
 /// Lets children make all calls.
-pub(super) fn try_all() -> Outcome {
-    let mut outcome = Outcome::default();
+pub(super) fn try_all() -> FilterFindings {
+    let mut outcome = FilterFindings::default();
     let mut next = 0;
     while next < CALLS.len() {
         match child(next, &mut outcome) {
@@ -220,7 +220,7 @@ pub(super) fn try_all() -> Outcome {
 }
 
 /// Lets a child make the calls from `first` on. Returns the one that is next.
-fn child(first: usize, outcome: &mut Outcome) -> Result<usize, String> {
+fn child(first: usize, outcome: &mut FilterFindings) -> Result<usize, String> {
     let program = std::env::current_exe().ok().filter(|path| path.exists());
     let ended = Command::new(program.unwrap_or_else(|| "/proc/self/exe".into()))
         .args(["probe", "--calls-from", &first.to_string()])
@@ -252,7 +252,7 @@ fn child(first: usize, outcome: &mut Outcome) -> Result<usize, String> {
     Ok(next)
 }
 
-impl Outcome {
+impl FilterFindings {
     /// Whether a call may kill this process too.
     pub(super) fn kills(&self) -> bool {
         !self.killed.is_empty()

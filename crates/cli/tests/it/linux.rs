@@ -109,6 +109,19 @@ fn a_guest_that_fails_is_a_failure() {
         .assert_failed(14, "failure");
 }
 
+/// A script that takes 0 for the end of the work must not take a reboot for it.
+#[test]
+fn a_guest_that_reboots_has_not_shut_down() {
+    // Cold and warm (SBI, "System Reset Extension").
+    for kind in [1, 2] {
+        let dir = Dir::new();
+        let reboot = call(SRST, 0, &[kind, 0]);
+        run(&dir, &image(&reboot), &[])
+            .end()
+            .assert_failed(14, "asked for a reboot");
+    }
+}
+
 /// The kernel does not notice, and its console goes on at the destination.
 #[test]
 fn a_kernel_moves_and_hears_keys_at_the_destination() {
@@ -236,6 +249,22 @@ fn linux_boots_on_one_to_sixteen_vcpus() {
             "{vcpus} vCPUs"
         );
     }
+}
+
+/// It has no first process, so it panics, and asks for a reboot.
+#[test]
+fn a_kernel_that_panics_has_not_shut_down() {
+    let Some([kernel, _]) = guest_linux() else {
+        return;
+    };
+    let dir = Dir::new();
+    let mut command = Command::new(PAGEFERRY);
+    command.args(["run", "--memory", "64M", "--vcpus", "1", "--control"]);
+    command.arg(dir.path("vm")).arg("--kernel").arg(kernel);
+    command.args(["--cmdline", "console=hvc0 quiet panic=-1"]);
+    let ended = Process::spawn(command).end();
+    ended.assert_failed(14, "after a panic");
+    assert!(ended.stdout.contains("Kernel panic"), "{ended:?}");
 }
 
 /// A variable of the shell is there only if the shell itself has moved.

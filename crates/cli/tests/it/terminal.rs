@@ -75,6 +75,14 @@ fn signal(pid: u32, signal: Signal) {
     kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
 }
 
+/// Whether this process ignores `signal`.
+fn is_ignored(signal: Signal) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = u64::from_str_radix(mask.unwrap().trim(), 16).unwrap();
+    mask >> (signal.as_raw() - 1) & 1 == 1
+}
+
 #[test]
 fn every_key_but_one_goes_to_the_guest() {
     let dir = Dir::new();
@@ -145,7 +153,8 @@ fn the_terminal_is_as_before_after_each_end() {
         Signal::POWER,
         Signal::STKFLT,
     ];
-    for signal in signals {
+    // Whoever started the tests may have made them ignore some, and a child ignores these too.
+    for signal in signals.into_iter().filter(|signal| !is_ignored(*signal)) {
         let dir = Dir::new();
         let (pty, mut process) = running(&dir);
         process.signal(signal);

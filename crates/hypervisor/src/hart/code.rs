@@ -42,19 +42,19 @@ struct Page {
 }
 
 #[derive(Clone, Copy)]
-struct Entry {
+struct CodeEntry {
     /// The virtual page, with the key of its view in the low bits.
     tag: u64,
     page: u32,
 }
 
-const NO_ENTRY: Entry = Entry {
+const NO_ENTRY: CodeEntry = CodeEntry {
     tag: EMPTY,
     page: 0,
 };
 
 pub(super) struct CodeCache {
-    table: [Entry; ENTRIES],
+    table: [CodeEntry; ENTRIES],
     /// Distinguishes the views: mode, address space, and whether there is translation.
     key: u64,
     generation: u64,
@@ -130,7 +130,7 @@ impl CodeCache {
                 at
             }
         };
-        self.table[self.slot(pc)] = Entry {
+        self.table[self.slot(pc)] = CodeEntry {
             tag: pc & !PAGE_MASK | self.key,
             page: at,
         };

@@ -102,7 +102,7 @@ pub enum LrSc {
 
 /// How an SC learns of the stores since its LR.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum StoresSeen {
     /// Its page is watched.
     Watched,
     /// Only the VMM stores beside the one vCPU.
@@ -113,7 +113,7 @@ enum Way {
 
 /// The reservations of one VM. About 9 KiB.
 pub struct Reservations {
-    way: Way,
+    way: StoresSeen,
     announced: [AtomicU64; PAGE_BITS / 64],
     watched: [AtomicU64; PAGE_BITS / 64],
     words: [AtomicU64; WORDS],
@@ -156,9 +156,9 @@ impl Reservations {
     pub const fn of(lr_sc: LrSc, vcpus: u32) -> Self {
         Self {
             way: match (lr_sc, vcpus) {
-                (LrSc::ByValue, _) => Way::Value,
-                (LrSc::Exact, 0 | 1) => Way::Alone,
-                (LrSc::Exact, _) => Way::Watched,
+                (LrSc::ByValue, _) => StoresSeen::Value,
+                (LrSc::Exact, 0 | 1) => StoresSeen::Alone,
+                (LrSc::Exact, _) => StoresSeen::Watched,
             },
             announced: [const { AtomicU64::new(0) }; PAGE_BITS / 64],
             watched: [const { AtomicU64::new(0) }; PAGE_BITS / 64],
@@ -170,7 +170,7 @@ impl Reservations {
     /// The index of the word for the 8 bytes around `address`.
     fn index(&self, address: u64) -> usize {
         match self.way {
-            Way::Alone => 0,
+            StoresSeen::Alone => 0,
             _ => hash(address >> 3, WORDS.ilog2()),
         }
     }
@@ -199,7 +199,7 @@ impl Reservations {
     /// may be in all.
     #[must_use]
     pub fn is_watched(&self, address: u64) -> bool {
-        if self.way != Way::Watched {
+        if self.way != StoresSeen::Watched {
             return true;
         }
         let (index, bit) = page_bit(address);
@@ -273,7 +273,7 @@ impl Reservations {
         reserved: Reserved<T>,
         value: T,
     ) -> bool {
-        if self.way == Way::Value {
+        if self.way == StoresSeen::Value {
             return reserved.place == address && T::compare_exchange(cell, reserved.value, value);
         }
         let word = &self.words[self.index(address)];
@@ -301,9 +301,9 @@ impl Reservations {
     pub fn write<R>(&self, address: u64, size: u64, write: impl FnOnce() -> R) -> R {
         let last = address.wrapping_add(size.saturating_sub(1));
         let ends = match self.way {
-            Way::Watched => self.is_announced(address) || self.is_announced(last),
-            Way::Alone => true,
-            Way::Value => false,
+            StoresSeen::Watched => self.is_announced(address) || self.is_announced(last),
+            StoresSeen::Alone => true,
+            StoresSeen::Value => false,
         };
         if !ends {
             return write();

@@ -49,24 +49,24 @@ impl Known {
     }
 }
 
-struct Entry {
+struct HartEntry {
     known: Mutex<Known>,
     handle: KickHandle,
 }
 
-impl Entry {
+impl HartEntry {
     fn known(&self) -> MutexGuard<'_, Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The harts of one machine, in order of their ids.
-pub(super) struct Harts(Box<[Entry]>);
+pub(super) struct Harts(Box<[HartEntry]>);
 
 impl Harts {
     /// Harts that are stopped.
     pub(super) fn new(handles: impl Iterator<Item = KickHandle>) -> Self {
-        let entry = |handle| Entry {
+        let entry = |handle| HartEntry {
             known: Mutex::new(Known::Stopped),
             handle,
         };
@@ -77,7 +77,7 @@ impl Harts {
         self.0.len() as u32
     }
 
-    fn entry(&self, hart: u32) -> &Entry {
+    fn entry(&self, hart: u32) -> &HartEntry {
         &self.0[hart as usize]
     }
 

@@ -20,7 +20,7 @@ const STEP: u64 = (16 << 20) / PAGE_SIZE;
 /// The most threads. More would contend for the kernel's page allocator.
 const MAX_THREADS: usize = 8;
 
-struct Shared {
+struct AllocationState {
     ram: Arc<GuestRam>,
     /// The first page of the next step.
     next: AtomicU64,
@@ -32,7 +32,7 @@ struct Shared {
 
 /// The allocation of one VM's memory.
 pub(super) struct Allocation {
-    shared: Arc<Shared>,
+    shared: Arc<AllocationState>,
     /// Whether to allocate memory before it is needed.
     wanted: bool,
     threads: Vec<JoinHandle<()>>,
@@ -42,7 +42,7 @@ impl Allocation {
     /// Starts to allocate `ram`. Does nothing unless `wanted`.
     pub(super) fn start(ram: &Arc<GuestRam>, wanted: bool) -> Result<Self, MigrationError> {
         let mut allocation = Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(AllocationState {
                 ram: Arc::clone(ram),
                 next: AtomicU64::new(0),
                 done: AtomicU64::new(0),
@@ -92,7 +92,7 @@ impl Drop for Allocation {
     }
 }
 
-impl Shared {
+impl AllocationState {
     fn failure(&self) -> std::sync::MutexGuard<'_, Option<MachineError>> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }

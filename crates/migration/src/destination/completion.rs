@@ -20,7 +20,7 @@ const PAUSE_LIMIT: Duration = Duration::from_secs(1);
 /// microseconds unless the host does not schedule its thread. The guest runs on meanwhile.
 const FIRST_LIMIT: Duration = Duration::from_secs(5);
 
-pub(super) type Outcome = Result<DestinationReport, DestinationFailure>;
+pub(super) type Received = Result<DestinationReport, DestinationFailure>;
 
 /// The failure of a migration whose VM never ran here.
 pub(super) fn discarded(error: MigrationError) -> DestinationFailure {
@@ -128,7 +128,7 @@ impl Supervisor<'_, '_, '_> {
     }
 
     /// Ends the threads, and returns the outcome.
-    pub(super) fn finish(&mut self) -> Outcome {
+    pub(super) fn finish(&mut self) -> Received {
         let end = self.end.unwrap_or(End::Discarded);
         let outcome = match end {
             End::Completed => self.complete(),
@@ -178,7 +178,7 @@ impl Supervisor<'_, '_, '_> {
         DestinationFailure { vm, error }
     }
 
-    fn complete(&mut self) -> Outcome {
+    fn complete(&mut self) -> Received {
         self.end_fault_threads();
         if let Err(error) = self.core.machine.disarm_userfault() {
             let vm = DestinationVm::PausedIncomplete {

@@ -1,6 +1,6 @@
 //! Post-copy at the destination: the threads that serve faults, beside the supervisor.
 
-use super::completion::Outcome;
+use super::completion::Received;
 use super::core::Core;
 use super::place::Inbound;
 use super::resolver::Resolver;
@@ -106,7 +106,7 @@ pub(super) fn run<'a>(
     prepared: Prepared<'a>,
     stop: &dyn Fn() -> bool,
     observer: &dyn Observer,
-) -> Outcome {
+) -> Received {
     let Prepared {
         core,
         events,

@@ -70,12 +70,12 @@ impl Resolver {
         let at_ns = monotonic_ns();
         core.stalls.note_first(at_ns, page, Some(vcpu));
         let verdict = match resolve(core, vcpu, page, kicker) {
-            Ok(Outcome::Present) => {
+            Ok(Fetched::Present) => {
                 core.stalls.local();
                 return HookVerdict::Resume;
             }
-            Ok(Outcome::Arrived) => HookVerdict::Resume,
-            Ok(Outcome::Kicked) => return HookVerdict::Resume,
+            Ok(Fetched::Arrived) => HookVerdict::Resume,
+            Ok(Fetched::Kicked) => return HookVerdict::Resume,
             Err(error) => {
                 core.fail(error);
                 HookVerdict::Park
@@ -110,7 +110,7 @@ impl Fetch for Core {
         self.with_vmm_slot(|slot| {
             for page in each() {
                 match wait(self, slot, page, stop) {
-                    Ok(Outcome::Kicked) => return Err(AccessError::Stopped(page)),
+                    Ok(Fetched::Kicked) => return Err(AccessError::Stopped(page)),
                     Ok(_) => {}
                     Err(error) => {
                         let why = match &error {
@@ -127,7 +127,7 @@ impl Fetch for Core {
     }
 }
 
-enum Outcome {
+enum Fetched {
     Present,
     Arrived,
     Kicked,
@@ -138,12 +138,12 @@ fn resolve(
     vcpu: u32,
     page: RamPage,
     kicker: &dyn Kicker,
-) -> Result<Outcome, MigrationError> {
+) -> Result<Fetched, MigrationError> {
     match core.states.claim(page) {
         Claim::Present => {
             // It arrived after the fault, or was never missing and only not mapped.
             core.persist(|| core.machine.install(page, 1))?;
-            return Ok(Outcome::Present);
+            return Ok(Fetched::Present);
         }
         Claim::Mine => core.request(page, vcpu as usize),
         Claim::Others => {}
@@ -175,16 +175,16 @@ fn wait(
     slot: Option<usize>,
     page: RamPage,
     stop: &dyn Fn() -> bool,
-) -> Result<Outcome, MigrationError> {
+) -> Result<Fetched, MigrationError> {
     let _waiting = Waiting::new(core);
     let mut spinner = Spinner::new(FAULT_SPIN);
     loop {
         if !core.states.is_missing(page) {
-            return Ok(Outcome::Arrived);
+            return Ok(Fetched::Arrived);
         }
         core.check_goes_on()?;
         if stop() {
-            return Ok(Outcome::Kicked);
+            return Ok(Fetched::Kicked);
         }
         if core.pump() > 0 {
             continue;

@@ -30,13 +30,13 @@ const RETRY: Duration = Duration::from_millis(100);
 /// Accepts connections in a thread of its own until it is dropped. [`Router`] decides about them.
 #[derive(Debug)]
 pub struct Acceptor {
-    shared: Arc<Shared>,
+    shared: Arc<AcceptorState>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// The orders of the owner to the thread.
 #[derive(Debug)]
-struct Shared {
+struct AcceptorState {
     orders: Mutex<Orders>,
     /// Wakes the thread.
     wake: OwnedFd,
@@ -74,7 +74,7 @@ impl Acceptor {
         router: Arc<dyn Router>,
         limit: Duration,
     ) -> io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(AcceptorState {
             orders: Mutex::new(Orders {
                 listeners: vec![Arc::new(listener)],
                 protection,
@@ -141,7 +141,7 @@ impl Drop for Acceptor {
     }
 }
 
-impl Shared {
+impl AcceptorState {
     fn orders(&self) -> MutexGuard<'_, Orders> {
         self.orders.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -159,7 +159,7 @@ impl Shared {
 
 /// The state of the thread.
 struct Worker {
-    shared: Arc<Shared>,
+    shared: Arc<AcceptorState>,
     router: Arc<dyn Router>,
     limit: Duration,
     /// In the order in which they connected.

@@ -25,21 +25,21 @@ fn check(scenario: impl Fn() + Copy + Send + Sync + 'static) {
 }
 
 /// A ledger of two channels, with all pages unsent. `sendings` counts the sendings of each page.
-struct Shared {
+struct ModelState {
     ledger: Ledger,
     sendings: [Plain; PAGES],
 }
 
-fn all_unsent() -> Arc<Shared> {
+fn all_unsent() -> Arc<ModelState> {
     let ledger = Ledger::try_new(PAGES, 2).unwrap();
     ledger.set_unsent(0..PAGES);
-    Arc::new(Shared {
+    Arc::new(ModelState {
         ledger,
         sendings: [(); PAGES].map(|()| Plain::new(0)),
     })
 }
 
-impl Shared {
+impl ModelState {
     fn send(&self, channel: usize, pages: Range<usize>) {
         for page in pages.clone() {
             self.sendings[page].fetch_add(1, Relaxed);

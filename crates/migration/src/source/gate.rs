@@ -14,9 +14,9 @@ use crate::sync::{AtomicU64, Ordering};
 
 /// The claimed pages of requests that are not in the socket yet.
 #[derive(Debug)]
-pub(super) struct Gate(AtomicU64);
+pub(super) struct UrgentGate(AtomicU64);
 
-impl Gate {
+impl UrgentGate {
     pub(super) fn new() -> Self {
         Self(AtomicU64::new(0))
     }
@@ -37,7 +37,7 @@ impl Gate {
 
 /// A page that is to be answered. A thread that ends in any way, also by a panic, drops it.
 #[must_use = "the gate opens when it is dropped"]
-pub(super) struct Due<'a>(&'a Gate);
+pub(super) struct Due<'a>(&'a UrgentGate);
 
 impl Drop for Due<'_> {
     fn drop(&mut self) {
@@ -51,7 +51,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_panics_leaves_the_gate_open() {
-        let gate = Gate::new();
+        let gate = UrgentGate::new();
         std::thread::scope(|scope| {
             let lost = scope.spawn(|| {
                 let _due = [gate.to_answer(), gate.to_answer()];

@@ -6,7 +6,7 @@
 //!     cargo test -p pageferry-migration --profile stress --lib source::model
 //! ```
 
-use super::gate::Gate;
+use super::gate::UrgentGate;
 use super::prefetch::Prefetch;
 use super::shared::{Mode, Modes};
 use crate::ledger::Ledger;
@@ -17,14 +17,14 @@ use std::sync::atomic::{AtomicU64 as Plain, Ordering::Relaxed};
 
 const PAGES: usize = 12;
 
-struct Shared {
+struct ModelState {
     ledger: Ledger,
-    gate: Gate,
+    gate: UrgentGate,
     prefetch: Prefetch,
     sendings: [Plain; PAGES],
 }
 
-impl Shared {
+impl ModelState {
     fn send(&self, channel: usize, pages: std::ops::Range<usize>) {
         for page in pages.clone() {
             self.sendings[page].fetch_add(1, Relaxed);
@@ -71,13 +71,13 @@ impl Shared {
 fn scenario() {
     let ledger = Ledger::try_new(PAGES, 3).expect("little memory");
     ledger.set_unsent(0..PAGES);
-    let shared = Arc::new(Shared {
+    let shared = Arc::new(ModelState {
         ledger,
-        gate: Gate::new(),
+        gate: UrgentGate::new(),
         prefetch: Prefetch::new(1),
         sendings: [(); PAGES].map(|()| Plain::new(0)),
     });
-    let start = |work: fn(&Shared)| {
+    let start = |work: fn(&ModelState)| {
         let shared = Arc::clone(&shared);
         thread::spawn(move || work(&shared))
     };

@@ -11,7 +11,7 @@ use pageferry_machine::GuestRam;
 
 use super::SourceConfig;
 use super::commands::Command;
-use super::gate::Gate;
+use super::gate::UrgentGate;
 use super::limiter::Limiter;
 use super::prefetch::Prefetch;
 use super::recovery::Worked;
@@ -134,7 +134,7 @@ pub(super) struct Shared<'a> {
     /// The part of [`SourceConfig::queue`] of each bulk channel.
     pub(super) queue: Duration,
     /// Closed while urgent pages are being answered.
-    pub(super) gate: Gate,
+    pub(super) gate: UrgentGate,
     /// Requested pages that follow on the bulk channels ([`SourceConfig::preempt`]).
     pub(super) in_order: Option<Mutex<VecDeque<RamPage>>>,
 }
@@ -167,7 +167,7 @@ impl<'a> Shared<'a> {
                 .queue
                 .clamp(SourceConfig::MIN_QUEUE, SourceConfig::MAX_QUEUE)
                 / u32::from(config.bulk_channels.max(1)),
-            gate: Gate::new(),
+            gate: UrgentGate::new(),
             in_order: (!config.preempt).then(Mutex::default),
         }
     }

@@ -275,7 +275,8 @@ fn a_destination_that_ends_channels_again_and_again() {
 }
 
 /// A destination that requests one page for ever. The push, which takes the requests into account,
-/// waits for the guest to be quiet.
+/// waits for the guest to be quiet. Without preemption all pages are requested again and again: the
+/// push serves them in order, and waits for receipts.
 #[test]
 fn a_destination_that_repeats_a_request() {
     if runs_in_child() {
@@ -290,8 +291,12 @@ fn a_destination_that_repeats_a_request() {
         };
         let attempt = attempt(&vm, &config, |peer, session| {
             peer.start();
-            let page = *peer.missing.iter().next_back().unwrap();
-            let many = UrgentMessage::request(RamPage(page)).repeat(4096);
+            let pages = if preempt { 1 } else { usize::MAX };
+            let pages = peer.missing.iter().rev().take(pages);
+            let once: Vec<u8> = pages
+                .flat_map(|page| UrgentMessage::request(RamPage(*page)))
+                .collect();
+            let many = once.repeat((64 << 10) / once.len());
             assert_small("requests", flood(peer.urgent(), &many));
             session.resume_here();
         });

@@ -10,7 +10,7 @@ use pageferry_migration::{
     Route, SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm, Switch, Unobserved,
     migrate,
 };
-use pageferry_testkit::shaper::{Plan, Schedule, Shaper, Way, Which};
+use pageferry_testkit::shaper::{Direction, Plan, Schedule, Shaper, Which};
 use pageferry_testkit::{seeds, wait_until};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -210,7 +210,7 @@ fn a_silent_link_is_noticed_and_left() {
     vm.wait_progress(3000);
     let ends = moved(&vm, &source_config(), slow(), |stage| {
         wait_for_handover(stage);
-        for way in [Way::Forward, Way::Backward] {
+        for way in [Direction::Forward, Direction::Backward] {
             let before = stage.session.status().generation;
             let frozen: Vec<u64> = stage
                 .shaper
@@ -466,7 +466,7 @@ fn a_vm_that_lacks_no_page_stays_whole_when_its_source_is_gone() {
     let ends = moved(&vm, &source_config(), slow(), |stage| {
         wait_for_handover(stage);
         // The pages come. The source's word that these are all does not.
-        stage.shaper.freeze(Which::Number(0), Way::Both);
+        stage.shaper.freeze(Which::Number(0), Direction::Both);
         wait_until("the last page", || {
             let status = stage.destination.status();
             status.pages_left == 0 || status.stage == "completed"

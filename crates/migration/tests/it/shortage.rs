@@ -11,8 +11,10 @@ use crate::support::{
     WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen, migrate_to, receive_as, tcp,
 };
 use pageferry_machine::{Delivery, Engine, Machine};
-use pageferry_migration::wire::Role;
-use pageferry_migration::{DestinationConfig, Route, RunningVm, SourceConfig, Switch};
+use pageferry_migration::wire::{Frame, FrameType, Role};
+use pageferry_migration::{
+    DestinationConfig, DestinationVm, Route, RunningVm, SourceConfig, Switch,
+};
 use pageferry_testkit::process::runs_in_child;
 use pageferry_testkit::wait_until;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -173,6 +175,31 @@ fn threads_that_cannot_wait_for_descriptors_leave_the_cores_to_others() {
         assert!(used < lasts / 2, "both ends used {used:?}");
     });
     assert_whole(&vm, &ends);
+}
+
+/// Before the hand-over a lack ends the migration, and the source is told what the other host lacks.
+#[test]
+fn a_source_hears_that_its_destination_can_start_no_thread() {
+    if runs_in_child() {
+        return;
+    }
+    become_nobody();
+    let template = Template::new(Engine::Soft, 1, 8 * MIB);
+    let received = attempt_on(tcp(), &template, None, limits(LONG), |p, _, _| {
+        p.send(&Frame::Setup(template.setup()));
+        p.expect(FrameType::SetupAck);
+        let shortage = Lack::of_threads();
+        p.open_channels();
+        let last = p.last_frame();
+        drop(shortage);
+        let Some(Frame::Error(why)) = last else {
+            panic!("an error was due, not {last:?}");
+        };
+        assert!(why.message().contains("thread"), "{}", why.message());
+    });
+    let failure = received.outcome.unwrap_err();
+    assert!(failure.to_string().contains("thread"), "{failure}");
+    assert_eq!(failure.vm, DestinationVm::Discarded);
 }
 
 #[test]

@@ -8,7 +8,7 @@
 
 use super::pair::Pair;
 use super::pipe::{Hold, Step};
-use super::schedule::{Fault, Way, Which};
+use super::schedule::{Direction, Fault, Which};
 use super::worker::Worker;
 use std::time::Duration;
 
@@ -42,7 +42,7 @@ impl Worker {
         }
     }
 
-    pub(super) fn freeze(&mut self, which: Which, way: Way, lasts: Option<Duration>) {
+    pub(super) fn freeze(&mut self, which: Which, way: Direction, lasts: Option<Duration>) {
         let now = self.line.now;
         for pipe in way.pipes() {
             if which == Which::All {
@@ -88,7 +88,7 @@ impl Worker {
                 direction,
                 lasts,
             } => self.freeze(conn, direction, Some(lasts)),
-            Fault::FreezeAll { lasts } => self.freeze(Which::All, Way::Both, Some(lasts)),
+            Fault::FreezeAll { lasts } => self.freeze(Which::All, Direction::Both, Some(lasts)),
             Fault::HalfClose { conn, direction } => self.each(conn, |pair| {
                 for pipe in direction.pipes() {
                     pair.pipes[*pipe].half_close(now);

@@ -20,7 +20,7 @@ mod pipe;
 mod schedule;
 mod worker;
 
-pub use schedule::{Fault, Schedule, Way, Which};
+pub use schedule::{Direction, Fault, Schedule, Which};
 
 use pipe::{Hold, Step};
 use std::io::{self, PipeWriter, Write};
@@ -54,7 +54,7 @@ pub struct Cut {
     /// The connection's number, or none for every new connection.
     pub number: Option<u64>,
     /// Which direction counts. With both, each counts for itself.
-    pub direction: Way,
+    pub direction: Direction,
     /// So many bytes reach the receiver.
     pub after: u64,
     /// How the connection ends then.
@@ -160,18 +160,18 @@ impl Shaper {
     }
 
     /// Gives the receiver FIN after the bytes that came before. Later bytes of the sender are lost.
-    pub fn half_close(&self, conn: Which, direction: Way) {
+    pub fn half_close(&self, conn: Which, direction: Direction) {
         self.inject(Fault::HalfClose { conn, direction });
     }
 
     /// Freezes connections until [`Shaper::thaw`]. [`Which::All`] includes connections to come.
-    pub fn freeze(&self, which: Which, way: Way) {
+    pub fn freeze(&self, which: Which, way: Direction) {
         self.call(move |worker| worker.freeze(which, way, None));
     }
 
     /// Ends every freeze of these connections. [`Which::All`] also ends that of connections to
     /// come.
-    pub fn thaw(&self, which: Which, way: Way) {
+    pub fn thaw(&self, which: Which, way: Direction) {
         self.call(move |worker| {
             for pipe in way.pipes() {
                 if which == Which::All {
@@ -206,7 +206,7 @@ impl Shaper {
 
     /// Ends a connection when so many bytes of a direction, counted from its start, have passed. It
     /// ends at once if they have already.
-    pub fn cut_after(&self, which: Which, direction: Way, bytes: u64, end: End) {
+    pub fn cut_after(&self, which: Which, direction: Direction, bytes: u64, end: End) {
         self.call(move |worker| {
             worker.each(which, |pair| {
                 pair.cut(&Cut {

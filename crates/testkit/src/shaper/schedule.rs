@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// A direction of a connection, or both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Direction {
     /// From the side that connected to the target.
     Forward,
     /// From the target to the side that connected.
@@ -23,7 +23,7 @@ pub enum Way {
     Both,
 }
 
-impl Way {
+impl Direction {
     /// The indexes of the pipes.
     pub(super) const fn pipes(self) -> &'static [usize] {
         match self {
@@ -72,7 +72,7 @@ pub enum Fault {
         /// Whose bytes.
         conn: Which,
         /// In which direction.
-        direction: Way,
+        direction: Direction,
         /// How long.
         lasts: Duration,
     },
@@ -86,7 +86,7 @@ pub enum Fault {
         /// Of which connection.
         conn: Which,
         /// In which direction.
-        direction: Way,
+        direction: Direction,
     },
     /// All connections share a rate, separately for each direction.
     Throttle {
@@ -113,7 +113,8 @@ impl Fault {
     /// A fault that is over after at most `limit`.
     fn random(random: &mut Random, limit: Duration) -> Self {
         let conn = Which::Open(random.below(16));
-        let direction = [Way::Forward, Way::Backward, Way::Both][random.below(3) as usize];
+        let direction =
+            [Direction::Forward, Direction::Backward, Direction::Both][random.below(3) as usize];
         let limit = limit.as_millis().min(1000) as u64;
         let lasts = Duration::from_millis((5 + random.below(300)).min(limit));
         // From 16 KiB to 16 MiB a second, evenly over the powers of two.
@@ -141,10 +142,10 @@ impl Fault {
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = |way: &Way| match way {
-            Way::Forward => "forward",
-            Way::Backward => "backward",
-            Way::Both => "both ways",
+        let name = |way: &Direction| match way {
+            Direction::Forward => "forward",
+            Direction::Backward => "backward",
+            Direction::Both => "both ways",
         };
         match self {
             Self::Reset(conn) => write!(f, "reset {conn}"),

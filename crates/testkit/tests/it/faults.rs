@@ -1,7 +1,7 @@
 //! Faults on command: each does what it says and nothing else.
 
 use crate::{LIMIT, Shaped, assert_ended, assert_reset, assert_silent, connect, pass};
-use pageferry_testkit::shaper::{Cut, End, Fault, Plan, Way, Which};
+use pageferry_testkit::shaper::{Cut, Direction, End, Fault, Plan, Which};
 use pageferry_testkit::wait_until;
 use rustix::net::sockopt::set_socket_linger;
 use std::io::{ErrorKind, Read, Write};
@@ -14,12 +14,12 @@ fn one_frozen_direction_lets_the_other_pass_and_loses_nothing() {
     let (client, server) = shaped.connect();
     let (other, other_server) = shaped.connect();
     pass(&client, &server, b"before");
-    shaped.shaper.freeze(Which::Number(0), Way::Forward);
+    shaped.shaper.freeze(Which::Number(0), Direction::Forward);
     (&client).write_all(b"during").expect("sent");
     assert_silent(&server);
     pass(&server, &client, b"back");
     pass(&other, &other_server, b"other");
-    shaped.shaper.thaw(Which::Number(0), Way::Forward);
+    shaped.shaper.thaw(Which::Number(0), Direction::Forward);
     let mut got = [0; 6];
     (&server).read_exact(&mut got).expect("received");
     assert_eq!(&got, b"during");
@@ -45,10 +45,10 @@ fn a_half_closed_direction_ends_after_its_bytes_and_the_other_goes_on() {
         delay: Duration::from_millis(30),
         ..Plan::default()
     });
-    for way in [Way::Forward, Way::Backward] {
+    for way in [Direction::Forward, Direction::Backward] {
         let (client, server) = shaped.connect();
         let (from, to) = match way {
-            Way::Forward => (&client, &server),
+            Direction::Forward => (&client, &server),
             _ => (&server, &client),
         };
         pass(to, from, b"ready");
@@ -158,7 +158,7 @@ fn refused_connections_fail_at_once_and_open_ones_live() {
 fn a_cut_lets_exactly_so_many_bytes_arrive() {
     let cut = |number, after, end| Cut {
         number,
-        direction: Way::Forward,
+        direction: Direction::Forward,
         after,
         end,
     };
@@ -190,14 +190,14 @@ fn a_cut_lets_exactly_so_many_bytes_arrive() {
     let (client, server) = shaped.connect();
     shaped
         .shaper
-        .cut_after(Which::Newest, Way::Backward, 2, End::Close);
+        .cut_after(Which::Newest, Direction::Backward, 2, End::Close);
     pass(&server, &client, b"12");
     assert_ended(&client);
     let (client, server) = shaped.connect();
     pass(&client, &server, b"123");
     shaped
         .shaper
-        .cut_after(Which::Newest, Way::Forward, 1, End::Reset);
+        .cut_after(Which::Newest, Direction::Forward, 1, End::Reset);
     assert_reset(&client);
 }
 

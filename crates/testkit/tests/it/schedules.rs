@@ -1,7 +1,7 @@
 //! Schedules: a seed determines them, they print, and bytes stay whole under them.
 
 use crate::{Shaped, pass};
-use pageferry_testkit::shaper::{Fault, Plan, Schedule, Way, Which};
+use pageferry_testkit::shaper::{Direction, Fault, Plan, Schedule, Which};
 use pageferry_testkit::{Stop, stress_time, wait_until};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -62,7 +62,7 @@ fn a_schedule_prints_what_repeats_it() {
             ms(20),
             Fault::Freeze {
                 conn: Which::Open(1),
-                direction: Way::Backward,
+                direction: Direction::Backward,
                 lasts: ms(7),
             },
         ),

@@ -1,7 +1,7 @@
 //! The shaper as a line: bytes, order, delay, rate, back-pressure, its end.
 
 use crate::{Shaped, accept, assert_ended, assert_reset, connect, pass};
-use pageferry_testkit::shaper::{Connection, Fault, Plan, Way, Which};
+use pageferry_testkit::shaper::{Connection, Direction, Fault, Plan, Which};
 use pageferry_testkit::{Random, skip, wait_until};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -202,7 +202,7 @@ fn a_drop_ends_the_thread_at_once_and_resets_connections() {
     });
     let (client, server) = shaped.connect();
     (&client).write_all(b"never").expect("sent");
-    shaped.shaper.freeze(Which::All, Way::Backward);
+    shaped.shaper.freeze(Which::All, Direction::Backward);
     let start = Instant::now();
     drop(shaped.shaper);
     assert!(start.elapsed() < Duration::from_secs(10));
@@ -232,7 +232,7 @@ fn a_shaper_that_waits_uses_no_cpu_time() {
     let (full, full_server) = shaped.connect();
     full.set_nonblocking(true).expect("an option");
     while (&full).write(&[1; 65536]).is_ok() {}
-    shaped.shaper.freeze(Which::All, Way::Both);
+    shaped.shaper.freeze(Which::All, Direction::Both);
     drop((gone, full, full_server));
     assert_idle(&name);
     // A throttled one that has much to send.

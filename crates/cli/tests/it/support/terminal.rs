@@ -110,7 +110,9 @@ impl Pty {
     ) -> (Process, u32) {
         let mut command = Command::new("setsid");
         let script = format!("{before}; \"$@\"; echo ended $?; sleep 1000");
-        command.args(["--ctty", "sh", "-c", &script, "sh", PAGEFERRY]);
+        // The tests may run under `nohup`.
+        command.args(["--ctty", "env", "--default-signal=HUP"]);
+        command.args(["sh", "-c", &script, "sh", PAGEFERRY]);
         command.args(args);
         let shell = Process::spawn_on(command, self.stream(), self.stream());
         let child = wait_for("the command in the session", || {

@@ -13,7 +13,7 @@ use super::network::Message;
 use super::world::World;
 
 /// The findings of a search.
-pub(super) struct Outcome {
+pub(super) struct SearchResult {
     pub states: usize,
     pub moves: usize,
     /// The number of moves to the farthest state.
@@ -52,7 +52,7 @@ struct Search<'a> {
 }
 
 /// Searches all states. It stops at the first that breaks a property.
-pub(super) fn search(config: &Config) -> Outcome {
+pub(super) fn search(config: &Config) -> SearchResult {
     let mut search = Search {
         config,
         ids: HashMap::new(),
@@ -62,7 +62,7 @@ pub(super) fn search(config: &Config) -> Outcome {
         moves: 0,
     };
     let found = search.run();
-    Outcome {
+    SearchResult {
         states: search.known.len(),
         moves: search.moves,
         depth: search.known.last().map_or(0, |last| last.depth.into()),

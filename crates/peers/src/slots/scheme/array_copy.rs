@@ -22,7 +22,7 @@ use std::sync::PoisonError;
 const MAX_SPARE: usize = 3;
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct ArraySlot {
     slot: PlainSlot,
     invalid: bool,
 }
@@ -32,7 +32,7 @@ struct Entry {
 struct Version {
     generation: u64,
     /// Ascending and disjoint.
-    entries: Vec<Entry>,
+    entries: Vec<ArraySlot>,
 }
 
 impl Version {
@@ -67,7 +67,7 @@ pub struct ArrayCopy {
 
 impl ArrayCopy {
     /// Publishes a copy of the array, changed by `edit`.
-    fn publish(&mut self, edit: impl FnOnce(&mut Vec<Entry>)) {
+    fn publish(&mut self, edit: impl FnOnce(&mut Vec<ArraySlot>)) {
         let free = |version: &mut Arc<Version>| Arc::get_mut(version).is_some();
         let mut next = match self.spare.iter_mut().position(free) {
             Some(index) => self.spare.swap_remove(index),
@@ -106,7 +106,7 @@ impl ArrayCopy {
 }
 
 /// The slot goes in at its place.
-fn insert(entries: &mut Vec<Entry>, slot: PlainSlot) {
+fn insert(entries: &mut Vec<ArraySlot>, slot: PlainSlot) {
     let at = entries.partition_point(|entry| entry.slot.end() <= slot.start);
     let next = entries.get(at);
     assert!(
@@ -114,11 +114,11 @@ fn insert(entries: &mut Vec<Entry>, slot: PlainSlot) {
         "{slot:?} overlaps"
     );
     let invalid = false;
-    entries.insert(at, Entry { slot, invalid });
+    entries.insert(at, ArraySlot { slot, invalid });
 }
 
 /// The slot that was marked goes.
-fn remove(entries: &mut Vec<Entry>, at: usize) {
+fn remove(entries: &mut Vec<ArraySlot>, at: usize) {
     assert!(entries.remove(at).invalid, "the slot is not marked");
 }
 
