@@ -316,6 +316,7 @@ impl GuestRam {
     }
 
     /// Whether the guest's mapping is one of our own, with all of RAM at adjacent addresses.
+    #[cfg(feature = "kvm")]
     pub(crate) fn is_adjacent(&self) -> bool {
         self.guest.is_some()
     }
@@ -344,6 +345,7 @@ impl GuestRam {
 
     /// The guest's mapping of `pages` pages from `first`, in ascending runs: each with its address
     /// and its number of pages. A run ends with the mapping of its file.
+    #[cfg(feature = "kvm")]
     pub(crate) fn guest_runs(
         &self,
         first: RamPage,
