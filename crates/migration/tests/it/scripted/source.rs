@@ -57,12 +57,25 @@ impl Template {
 
     /// Changes a model-specific register in the state of a vCPU of KVM.
     pub(crate) fn set_msr(&mut self, vcpu: u32, index: u32, data: u64) {
-        // A `kvm_msr_entry`: the index, a reserved word, and the value.
-        let entry = u64::from(index).to_le_bytes();
-        let state = &mut self.states[vcpu as usize].0;
-        let at = state.windows(8).position(|bytes| bytes == entry);
-        let at = at.expect("the register travels") + 8;
-        state[at..at + 8].copy_from_slice(&data.to_le_bytes());
+        /// The section of these registers (`machine/src/kvm/x86/state/codec.rs`).
+        const MSRS: u16 = 9;
+        let mut rest = &mut self.states[vcpu as usize].0[8..];
+        loop {
+            // The section's tag, a reserved word, and the number of its bytes.
+            let (head, behind) = rest.split_at_mut(8);
+            let tag = u16::from_le_bytes([head[0], head[1]]);
+            let bytes = u32::from_le_bytes([head[4], head[5], head[6], head[7]]);
+            let (section, others) = behind.split_at_mut(bytes as usize);
+            if tag == MSRS {
+                // Each is a `kvm_msr_entry`: the index, a reserved word, and the value.
+                let entry = u64::from(index).to_le_bytes();
+                let mut entries = section.chunks_exact_mut(16);
+                let found = entries.find(|bytes| bytes[..8] == entry);
+                let found = found.expect("the register travels");
+                return found[8..].copy_from_slice(&data.to_le_bytes());
+            }
+            rest = others;
+        }
     }
 
     pub(crate) fn setup(&self) -> Setup {
