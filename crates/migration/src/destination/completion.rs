@@ -33,11 +33,11 @@ pub(super) fn discarded(error: MigrationError) -> DestinationFailure {
 impl Supervisor<'_, '_, '_> {
     /// The source says that every page has a receipt: then none is missing here.
     pub(super) fn check_drained(&mut self, announced: u64) -> Result<(), MigrationError> {
-        let found = self.loading.missing_at_start();
+        let found = self.guest.loading.missing_at_start();
         if announced != found {
             return Err(ProtocolError::MissingCount { announced, found }.into());
         }
-        let left = self.core.left();
+        let left = self.guest.core.left();
         if left > 0 {
             return Err(ProtocolError::Contradiction("it has receipts for missing pages").into());
         }
@@ -56,13 +56,13 @@ impl Supervisor<'_, '_, '_> {
             Stage::Ready | Stage::Running => limits.give_up_after,
             _ => None,
         };
-        if let (Some(since), Some(limit)) = (self.lost_since, limit)
+        if let (Some(since), Some(limit)) = (self.link.lost_since, limit)
             && since.elapsed() > limit
         {
-            self.lost_since = None;
+            self.link.lost_since = None;
             self.error.get_or_insert(MigrationError::GaveUp {
                 why: MigrationError::NO_CONNECTION,
-                last_loss: self.last_loss.clone(),
+                last_loss: self.link.last_loss.clone(),
             });
             self.give_up();
         }
@@ -70,7 +70,7 @@ impl Supervisor<'_, '_, '_> {
 
     /// Ends the migration here. A VM that lacks no page stays whole.
     pub(super) fn give_up(&mut self) {
-        let whole = self.core.missing() == 0;
+        let whole = self.guest.core.missing() == 0;
         self.events.push_back(if whole {
             Event::GiveUpWhole
         } else {
@@ -83,9 +83,9 @@ impl Supervisor<'_, '_, '_> {
         match self.state.stage {
             Stage::Receiving => self.report_pass(),
             Stage::Running => {
-                let total = self.loading.missing_at_start();
-                let done = total.saturating_sub(self.core.left());
-                self.observer.progress(Phase::Postcopy, done, total);
+                let total = self.guest.loading.missing_at_start();
+                let done = total.saturating_sub(self.guest.core.left());
+                self.record.observer.progress(Phase::Postcopy, done, total);
             }
             _ => {}
         }
@@ -103,26 +103,27 @@ impl Supervisor<'_, '_, '_> {
             Stage::Ended(End::Discarded) => "discarded",
             Stage::Ended(End::Incomplete) => "incomplete",
         };
-        let data = self.inbound.data_pages.load(Ordering::Relaxed);
-        let urgent = self.core.urgent_pages.load(Ordering::Relaxed);
+        let data = self.link.inbound.data_pages.load(Ordering::Relaxed);
+        let urgent = self.guest.core.urgent_pages.load(Ordering::Relaxed);
         self.host.board.write(SessionStatus {
             stage,
             connected: self.state.link != Link::Down,
             peer: self
+                .link
                 .control
                 .as_ref()
                 .map(|control| control.peer().to_owned()),
-            protected: Some(self.protected.clone()),
+            protected: Some(self.link.protected.clone()),
             generation: self.state.generation,
-            reconnects: self.reconnects,
-            channels_lost: self.channels_lost,
+            reconnects: self.link.reconnects,
+            channels_lost: self.link.channels_lost,
             channels: self.state.channels.clone(),
-            pages_left: self.core.left(),
+            pages_left: self.guest.core.left(),
             page_bytes: (data + urgent) * PAGE_SIZE,
-            paused: self.loading.is_paused(),
-            waiting_faults: self.core.waiting.load(Ordering::Relaxed),
-            lost_for: self.lost_since.map(|since| since.elapsed()),
-            last_loss: self.last_loss.clone(),
+            paused: self.guest.loading.is_paused(),
+            waiting_faults: self.guest.core.waiting.load(Ordering::Relaxed),
+            lost_for: self.link.lost_since.map(|since| since.elapsed()),
+            last_loss: self.link.last_loss.clone(),
             ..SessionStatus::default()
         });
     }
@@ -136,10 +137,10 @@ impl Supervisor<'_, '_, '_> {
             End::Incomplete => Err(self.stand_still()),
         };
         if outcome.is_err() {
-            self.observer.phase(Phase::Failed);
+            self.record.observer.phase(Phase::Failed);
         }
-        self.precopy.end();
-        if let Some(mut control) = self.control.take() {
+        self.guest.precopy.end();
+        if let Some(mut control) = self.link.control.take() {
             control.close_gracefully();
         }
         self.end_up_to(u32::MAX);
@@ -152,7 +153,7 @@ impl Supervisor<'_, '_, '_> {
     fn reason(&mut self) -> MigrationError {
         self.error.take().unwrap_or_else(|| {
             let why = "the source is gone";
-            let last_loss = self.last_loss.take();
+            let last_loss = self.link.last_loss.take();
             MigrationError::GaveUp { why, last_loss }
         })
     }
@@ -161,79 +162,81 @@ impl Supervisor<'_, '_, '_> {
     fn stand_still(&mut self) -> DestinationFailure {
         let error = self.reason();
         // Stop the vCPUs first. Only then may the threads that serve them end.
-        self.core
+        self.guest
+            .core
             .fail(MigrationError::Internal("the migration has failed".into()));
         // The owner must not resume it from here on.
         self.host.set_open_to_owner(false);
-        let _ = self.vm.vcpus.pause(PAUSE_LIMIT);
-        let _ = devices::pause(self.vm.devices);
-        if let Some(control) = &mut self.control {
+        let _ = self.guest.vm.vcpus.pause(PAUSE_LIMIT);
+        let _ = devices::pause(self.guest.vm.devices);
+        if let Some(control) = &mut self.link.control {
             let _ = control.send(&error.to_frame());
         }
-        tracing::error!(missing = self.core.missing(), %error, "the VM stays paused");
+        tracing::error!(missing = self.guest.core.missing(), %error, "the VM stays paused");
         let vm = DestinationVm::PausedIncomplete {
-            missing: self.core.missing(),
-            asleep: self.vm.vcpus.inside(),
+            missing: self.guest.core.missing(),
+            asleep: self.guest.vm.vcpus.inside(),
         };
         DestinationFailure { vm, error }
     }
 
     fn complete(&mut self) -> Received {
         self.end_fault_threads();
-        if let Err(error) = self.core.machine.disarm_userfault() {
+        if let Err(error) = self.guest.core.machine.disarm_userfault() {
             let vm = DestinationVm::PausedIncomplete {
                 missing: 0,
                 asleep: 0,
             };
             self.host.set_open_to_owner(false);
-            let _ = self.vm.vcpus.pause(PAUSE_LIMIT);
-            let _ = devices::pause(self.vm.devices);
+            let _ = self.guest.vm.vcpus.pause(PAUSE_LIMIT);
+            let _ = devices::pause(self.guest.vm.devices);
             let error = error.into();
             return Err(DestinationFailure { vm, error });
         }
-        self.core.collapse();
+        self.guest.core.collapse();
         self.enter(Phase::Completed);
-        let (stalls, faults, first_faults, local_faults) = self.core.stalls.collect();
+        let (stalls, faults, first_faults, local_faults) = self.guest.core.stalls.collect();
         // A VM that came paused has not run, or begins whenever its owner wants.
-        let first = match self.loading.is_paused() {
+        let first = match self.guest.loading.is_paused() {
             true => None,
-            false => self.vm.vcpus.first_instruction(FIRST_LIMIT),
+            false => self.guest.vm.vcpus.first_instruction(FIRST_LIMIT),
         };
         Ok(DestinationReport {
-            phases: std::mem::take(&mut self.phases),
-            engine: self.vm.machine.kind().engine.to_owned(),
+            phases: std::mem::take(&mut self.record.phases),
+            engine: self.guest.vm.machine.kind().engine.to_owned(),
             // Marking pages may have shown that the guest needs another.
             delivery: self
+                .guest
                 .vm
                 .machine
                 .delivery()
-                .unwrap_or_else(|| self.postcopy.delivery.clone()),
-            started: self.started,
-            paused: self.loading.is_paused(),
+                .unwrap_or_else(|| self.guest.postcopy.delivery.clone()),
+            started: self.guest.started,
+            paused: self.guest.loading.is_paused(),
             first_instruction: first.map(monotonic_at),
             stalls,
-            stall_rows: self.core.stalls.rows(),
+            stall_rows: self.guest.core.stalls.rows(),
             faults,
             first_faults,
             local_faults,
-            protected: self.protected.clone(),
+            protected: self.link.protected.clone(),
             pages: self.counts(),
-            missing_at_start: self.loading.missing_at_start(),
-            reconnects: self.reconnects,
-            channels_lost: self.channels_lost,
+            missing_at_start: self.guest.loading.missing_at_start(),
+            reconnects: self.link.reconnects,
+            channels_lost: self.link.channels_lost,
         })
     }
 
     fn counts(&self) -> PageCounts {
         let load = |count: &crate::sync::AtomicU64| count.load(Ordering::Relaxed);
-        let urgent = load(&self.core.urgent_pages);
-        let data = load(&self.inbound.data_pages);
-        let background = data - self.precopy_data;
+        let urgent = load(&self.guest.core.urgent_pages);
+        let data = load(&self.link.inbound.data_pages);
+        let background = data - self.guest.precopy_data;
         PageCounts {
-            precopy: self.precopy_data,
+            precopy: self.guest.precopy_data,
             urgent,
             background,
-            zero: load(&self.inbound.zero_pages),
+            zero: load(&self.link.inbound.zero_pages),
         }
     }
 }

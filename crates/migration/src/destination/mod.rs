@@ -240,26 +240,31 @@ impl Naming {
 /// The supervisor's own state.
 struct Supervisor<'s, 'e, 'a> {
     host: &'a Destination,
-    vm: RunningVm<'a>,
-    observer: &'a dyn Observer,
     stop: &'a dyn Fn() -> bool,
     scope: &'s std::thread::Scope<'s, 'e>,
-    core: &'e Arc<Core>,
-    inbound: &'e Inbound<'e>,
-    patience: &'e Patience,
     done: &'e AtomicBool,
     state: Session,
+    link: Connections<'s, 'e>,
+    guest: Guest<'s, 'e, 'a>,
+    record: Record<'a>,
+    /// The reason for the end of the session.
+    error: Option<MigrationError>,
+    end: Option<End>,
+    /// The last time at which the supervisor did what is due at a time.
+    kept_time: Instant,
+    events: VecDeque<Event>,
+}
+
+/// The way to the source.
+struct Connections<'s, 'e> {
+    inbound: &'e Inbound<'e>,
+    patience: &'e Patience,
     control: Option<ControlLink>,
     /// Of the newest control channel.
     protected: Protected,
     /// The missing pages that are being named to a source that resumes.
     naming: Option<Naming>,
     bulk: Vec<recovery::BulkChannel<'s>>,
-    precopy: precopy::Precopy,
-    loading: switchover::Loading<'a>,
-    postcopy: postcopy::Postcopy<'s>,
-    /// The reason for the end of the session.
-    error: Option<MigrationError>,
     last_loss: Option<String>,
     /// How often losses are logged: the source chooses how often there are any.
     losses: Quota,
@@ -267,17 +272,29 @@ struct Supervisor<'s, 'e, 'a> {
     channels_lost: u64,
     /// A channel that was lost before the hand-over, while the source may have said why.
     lost_channel: Option<(Instant, Generation, ChannelId, MigrationError)>,
+    /// Since when there is no control channel.
     lost_since: Option<Instant>,
     reconnects: u32,
-    end: Option<End>,
-    published: Instant,
-    /// The last time at which the supervisor did what is due at a time.
-    kept_time: Instant,
-    events: VecDeque<Event>,
-    phases: Vec<PhaseStart>,
+}
+
+/// The VM that comes.
+struct Guest<'s, 'e, 'a> {
+    vm: RunningVm<'a>,
+    core: &'e Arc<Core>,
+    precopy: precopy::Precopy,
+    loading: switchover::Loading<'a>,
+    postcopy: postcopy::Postcopy<'s>,
     started: Duration,
     /// The data pages that came before the guest ran here.
     precopy_data: u64,
+}
+
+/// What people are told.
+struct Record<'a> {
+    observer: &'a dyn Observer,
+    /// When the status was published last.
+    published: Instant,
+    phases: Vec<PhaseStart>,
 }
 
 impl<'a> Supervisor<'_, '_, 'a> {
@@ -290,7 +307,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 continue;
             }
             if self.take_letter() || self.receive() {
-                spin_until = (self.state.stage == Stage::Ready || self.loading.has_begun())
+                spin_until = (self.state.stage == Stage::Ready || self.guest.loading.has_begun())
                     .then(|| Instant::now() + SWITCH_OVER_SPIN);
                 // A peer that never stops talking does not stop the clock.
                 if self.kept_time.elapsed() < LONGEST_SLEEP {
@@ -311,9 +328,9 @@ impl<'a> Supervisor<'_, '_, 'a> {
     }
 
     fn enter(&mut self, phase: Phase) {
-        PhaseStart::note(&mut self.phases, phase);
+        PhaseStart::note(&mut self.record.phases, phase);
         info!(%phase, "phase");
-        self.observer.phase(phase);
+        self.record.observer.phase(phase);
     }
 
     /// Ends the migration, or the VM's run here, with `error`.
@@ -324,7 +341,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     /// Keeps the reason for a loss. It is the reason for the end if the session does not survive.
     fn note_loss(&mut self, error: MigrationError) {
-        self.last_loss = Some(error.to_string());
+        self.link.last_loss = Some(error.to_string());
         if matches!(self.state.stage, Stage::Receiving) {
             self.error.get_or_insert(error);
         }
@@ -332,7 +349,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     /// The control channel is lost, for this reason.
     fn lose_control(&mut self, error: MigrationError) {
-        let Some(control) = &mut self.control else {
+        let Some(control) = &mut self.link.control else {
             return self.note_loss(error);
         };
         if !error.is_lost() {
@@ -340,10 +357,10 @@ impl<'a> Supervisor<'_, '_, 'a> {
             let _ = control.send(&error.to_frame());
         }
         let generation = control.generation;
-        if let Some(left_out) = self.losses.take() {
+        if let Some(left_out) = self.link.losses.take() {
             warn!(generation, %error, left_out, "the control channel is lost");
         }
-        self.channels_lost += 1;
+        self.link.channels_lost += 1;
         self.note_loss(error);
         self.events.push_back(Event::Lost(generation));
     }
@@ -366,12 +383,12 @@ impl<'a> Supervisor<'_, '_, 'a> {
         match action {
             Action::Send(message) => self.say(message),
             Action::SendMissing(stage) => {
-                self.naming = Some(Naming::new(stage));
+                self.link.naming = Some(Naming::new(stage));
                 self.name_missing();
             }
             Action::EndUpTo(generation) => self.end_up_to(generation),
             Action::EndChannel(id) => self.end_channel(id),
-            Action::RepeatRequests => self.core.repeat_requests(),
+            Action::RepeatRequests => self.guest.core.repeat_requests(),
             Action::StartGuest => self.start_guest(),
             Action::Refuse => self.lose_control(
                 crate::ProtocolError::Contradiction("a message of another state").into(),
@@ -389,15 +406,15 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ToSource::SetupAck => Frame::SetupAck,
             ToSource::Ready => Frame::Ready,
             ToSource::Running => Frame::Running {
-                started_at_ns: self.started.as_nanos() as u64,
+                started_at_ns: self.guest.started.as_nanos() as u64,
             },
             ToSource::Resumed(_) => return,
             ToSource::DrainAck => Frame::DrainAck {
-                missing: self.loading.missing_at_start(),
+                missing: self.guest.loading.missing_at_start(),
             },
             // A copy that was never ready needs no answer that is kept. A source that did not
             // cancel hears the reason.
-            ToSource::Discarded if !self.loading.is_loaded() => match &self.error {
+            ToSource::Discarded if !self.guest.loading.is_loaded() => match &self.error {
                 Some(MigrationError::PeerGaveUp { .. } | MigrationError::PeerCancelled) | None => {
                     Frame::Discarded(Text::new(&reason()))
                 }
@@ -410,7 +427,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
     }
 
     fn send(&mut self, frame: &Frame) {
-        if let Some(control) = &mut self.control
+        if let Some(control) = &mut self.link.control
             && let Err(error) = control.answer(frame)
         {
             self.lose_control(error);
@@ -420,11 +437,11 @@ impl<'a> Supervisor<'_, '_, 'a> {
     /// Names missing pages as fast as the source takes them, and then says `Resumed`. All of them
     /// at once would take a byte for each page.
     fn name_missing(&mut self) {
-        while let Some(naming) = &mut self.naming
-            && let Some(control) = &mut self.control
+        while let Some(naming) = &mut self.link.naming
+            && let Some(control) = &mut self.link.control
             && control.waiting() == 0
         {
-            let rest = runs(self.core.states.missing(), naming.next);
+            let rest = runs(self.guest.core.states.missing(), naming.next);
             let next = MissingRuns::frames(rest).next().filter(|_| naming.pending);
             let frame = match next {
                 Some(missing) => {
@@ -437,7 +454,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 }
                 None => {
                     let (stage, missing) = (naming.stage, naming.pages);
-                    self.naming = None;
+                    self.link.naming = None;
                     Frame::Resumed { stage, missing }
                 }
             };
@@ -457,7 +474,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
             Letter::AllHere => {}
             Letter::Failed => {
-                if let Some(error) = self.core.take_failure() {
+                if let Some(error) = self.guest.core.take_failure() {
                     self.fail(error);
                 }
             }
@@ -471,7 +488,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     /// Handles a frame that has arrived. Returns whether there was one.
     fn receive(&mut self) -> bool {
-        let Some(control) = &mut self.control else {
+        let Some(control) = &mut self.link.control else {
             return false;
         };
         let generation = control.generation;
@@ -538,19 +555,19 @@ impl<'a> Supervisor<'_, '_, 'a> {
     /// Says `Alive` in time, notices silence, and hears `stop`.
     fn keep_time(&mut self) {
         let interval = self.host.config.limits.interval();
-        let patience = self.patience.get();
-        if let Some(control) = &mut self.control {
+        let patience = self.link.patience.get();
+        if let Some(control) = &mut self.link.control {
             if control.is_silent(patience) {
                 self.lose_control(MigrationError::Timeout("anything on the control channel"));
             } else if let Err(error) = control.keep_alive(interval) {
                 self.lose_control(error);
             }
         }
-        for channel in &self.core.urgent {
-            channel.keep_time(self.core, interval, patience);
+        for channel in &self.guest.core.urgent {
+            channel.keep_time(self.guest.core, interval, patience);
         }
         self.start_readers();
-        for channel in &self.bulk {
+        for channel in &self.link.bulk {
             channel.bulk.keep_alive(interval);
         }
         if self.state.stage == Stage::Receiving {
@@ -566,21 +583,26 @@ impl<'a> Supervisor<'_, '_, 'a> {
         }
         self.conclude_loss();
         self.name_missing();
-        self.core.repeat_if_due();
+        self.guest.core.repeat_if_due();
         self.check_lost_for_too_long();
         self.report_progress();
-        if self.published.elapsed() > PUBLISH_INTERVAL {
-            self.published = Instant::now();
+        if self.record.published.elapsed() > PUBLISH_INTERVAL {
+            self.record.published = Instant::now();
             self.publish();
         }
     }
 
     fn sleep(&self) {
-        if self.control.as_ref().is_some_and(ControlLink::has_more) {
+        if self
+            .link
+            .control
+            .as_ref()
+            .is_some_and(ControlLink::has_more)
+        {
             return;
         }
         let mut fds = vec![PollFd::new(&*self.host.desk.letters, PollFlags::IN)];
-        if let Some(control) = &self.control {
+        if let Some(control) = &self.link.control {
             fds.push(PollFd::from_borrowed_fd(
                 control.as_fd(),
                 control.interest(),

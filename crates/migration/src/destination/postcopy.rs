@@ -6,7 +6,9 @@ use super::place::Inbound;
 use super::resolver::Resolver;
 use super::setup::Incoming;
 use super::shared::Letter;
-use super::{Allocation, Session, Supervisor, faults, precopy, switchover};
+use super::{
+    Allocation, Connections, Guest, Record, Session, Supervisor, faults, precopy, switchover,
+};
 use crate::control::ControlLink;
 use crate::devices::{self, DeviceStates};
 use crate::error::MigrationError;
@@ -138,46 +140,52 @@ pub(super) fn run<'a>(
         let _ended = Ended(&done, &core);
         let mut supervisor = Supervisor {
             host: &host,
-            vm: *vm,
-            observer,
             stop,
             scope,
-            core: &core,
-            inbound: &inbound,
-            patience: &patience,
             done: &done,
             state: Session::new(),
-            protected: control
-                .as_ref()
-                .map(ControlLink::protection)
-                .unwrap_or_default(),
-            control,
-            naming: None,
-            bulk: Vec::new(),
-            precopy: precopy::Precopy::new(allocation),
-            loading: switchover::Loading::new(vm.vcpus.count(), states),
-            postcopy: Postcopy {
-                events,
-                threads: Vec::new(),
-                delivery,
+            link: Connections {
+                inbound: &inbound,
+                patience: &patience,
+                protected: control
+                    .as_ref()
+                    .map(ControlLink::protection)
+                    .unwrap_or_default(),
+                control,
+                naming: None,
+                bulk: Vec::new(),
+                last_loss: None,
+                losses: crate::quota::Quota::new(),
+                channels_lost: 0,
+                lost_channel: None,
+                lost_since: None,
+                reconnects: 0,
+            },
+            guest: Guest {
+                vm: *vm,
+                core: &core,
+                precopy: precopy::Precopy::new(allocation),
+                loading: switchover::Loading::new(vm.vcpus.count(), states),
+                postcopy: Postcopy {
+                    events,
+                    threads: Vec::new(),
+                    delivery,
+                },
+                started: Duration::ZERO,
+                precopy_data: 0,
+            },
+            record: Record {
+                observer,
+                published: std::time::Instant::now(),
+                phases: vec![PhaseStart {
+                    phase: Phase::Setup,
+                    at: incoming.began,
+                }],
             },
             error: None,
-            last_loss: None,
-            losses: crate::quota::Quota::new(),
-            channels_lost: 0,
-            lost_channel: None,
-            lost_since: None,
-            reconnects: 0,
             end: None,
-            published: std::time::Instant::now(),
             kept_time: std::time::Instant::now(),
             events: VecDeque::from([Event::Built]),
-            phases: vec![PhaseStart {
-                phase: Phase::Setup,
-                at: incoming.began,
-            }],
-            started: Duration::ZERO,
-            precopy_data: 0,
         };
         supervisor.run()
     });
@@ -188,7 +196,7 @@ pub(super) fn run<'a>(
 /// Ends the readers of bulk channels on every path out of the scope.
 impl Drop for Supervisor<'_, '_, '_> {
     fn drop(&mut self) {
-        for channel in &self.bulk {
+        for channel in &self.link.bulk {
             channel.bulk.close();
         }
     }
@@ -197,13 +205,13 @@ impl Drop for Supervisor<'_, '_, '_> {
 impl Supervisor<'_, '_, '_> {
     /// Starts the threads that serve faults. No vCPU runs yet.
     pub(super) fn serve_faults(&mut self) -> Result<(), MigrationError> {
-        let (core, done) = (self.core, self.done);
-        for events in std::mem::take(&mut self.postcopy.events) {
+        let (core, done) = (self.guest.core, self.done);
+        for events in std::mem::take(&mut self.guest.postcopy.events) {
             let thread = std::thread::Builder::new()
                 .name("pf-faults".into())
                 .spawn_scoped(self.scope, || faults::fault_thread(core, events, done))
                 .map_err(|e| MigrationError::os("cannot start a fault thread", e))?;
-            self.postcopy.threads.push(thread);
+            self.guest.postcopy.threads.push(thread);
         }
         Ok(())
     }
@@ -212,7 +220,7 @@ impl Supervisor<'_, '_, '_> {
     /// request pages. The thread is there before, so that a host without room for it costs the
     /// migration, and not a VM that runs.
     pub(super) fn assist(&mut self) -> Result<(), MigrationError> {
-        let (core, done) = (self.core, self.done);
+        let (core, done) = (self.guest.core, self.done);
         let assist = std::thread::Builder::new()
             .name("pf-assist".into())
             .spawn_scoped(self.scope, || {
@@ -229,13 +237,13 @@ impl Supervisor<'_, '_, '_> {
                 }
             })
             .map_err(|e| MigrationError::os("cannot start a thread", e))?;
-        self.postcopy.threads.push(assist);
+        self.guest.postcopy.threads.push(assist);
         Ok(())
     }
 
     /// Wakes the thread of [`Self::assist`].
     pub(super) fn wake_assist(&self) {
-        if let Some(assist) = self.postcopy.threads.last() {
+        if let Some(assist) = self.guest.postcopy.threads.last() {
             assist.thread().unpark();
         }
     }
@@ -243,8 +251,8 @@ impl Supervisor<'_, '_, '_> {
     /// Ends the threads that serve faults. No vCPU needs them any more.
     pub(super) fn end_fault_threads(&mut self) {
         self.done.store(true, Ordering::Release);
-        self.core.wake_all();
-        for thread in self.postcopy.threads.drain(..) {
+        self.guest.core.wake_all();
+        for thread in self.guest.postcopy.threads.drain(..) {
             // Its panic message was printed.
             let _ = thread.join();
         }

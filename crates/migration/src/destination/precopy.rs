@@ -52,52 +52,55 @@ impl Precopy {
 
 impl Supervisor<'_, '_, '_> {
     pub(super) fn begin_pass(&mut self, pass: Pass) {
-        self.precopy.pass = pass.pass;
-        self.precopy.pages = pass.pages;
-        self.precopy.before = self.bulk_pages();
+        self.guest.precopy.pass = pass.pass;
+        self.guest.precopy.pages = pass.pages;
+        self.guest.precopy.before = self.bulk_pages();
         // The source chooses how many there are, and their numbers.
-        if self.precopy.told.take().is_none() {
+        if self.guest.precopy.told.take().is_none() {
             return;
         }
         let phase = Phase::Precopy { pass: pass.pass };
-        if self.phases.len() < RECORDED_PHASES {
+        if self.record.phases.len() < RECORDED_PHASES {
             self.enter(phase);
         } else {
-            self.observer.phase(phase);
+            self.record.observer.phase(phase);
         }
     }
 
     /// The pages that came on bulk channels so far.
     pub(super) fn bulk_pages(&self) -> u64 {
         let load = |count: &crate::sync::AtomicU64| count.load(Ordering::Relaxed);
-        load(&self.inbound.data_pages) + load(&self.inbound.zero_pages)
+        load(&self.link.inbound.data_pages) + load(&self.link.inbound.zero_pages)
     }
 
     /// Reports the allocation to the source and the observer at intervals.
     pub(super) fn report_allocation(&mut self) -> Result<(), MigrationError> {
-        let Some(allocation) = &self.precopy.allocation else {
+        let Some(allocation) = &self.guest.precopy.allocation else {
             return Ok(());
         };
         let ready = allocation.is_ready()?;
-        if !ready && self.precopy.reported.elapsed() < REPORT_INTERVAL {
+        if !ready && self.guest.precopy.reported.elapsed() < REPORT_INTERVAL {
             return Ok(());
         }
-        self.precopy.reported = Instant::now();
+        self.guest.precopy.reported = Instant::now();
         let pages = allocation.done();
-        self.observer.allocated(pages, self.core.pages());
+        self.record
+            .observer
+            .allocated(pages, self.guest.core.pages());
         self.send(&Frame::SetupProgress(SetupProgress { pages, ready }));
         if ready {
-            self.precopy.end();
+            self.guest.precopy.end();
         }
         Ok(())
     }
 
     /// Reports the pages of a pass to the observer.
     pub(super) fn report_pass(&self) {
-        if self.precopy.pass > 0 {
-            let done = self.bulk_pages() - self.precopy.before;
-            let (pass, total) = (self.precopy.pass, self.precopy.pages);
-            self.observer
+        if self.guest.precopy.pass > 0 {
+            let done = self.bulk_pages() - self.guest.precopy.before;
+            let (pass, total) = (self.guest.precopy.pass, self.guest.precopy.pages);
+            self.record
+                .observer
                 .progress(Phase::Precopy { pass }, done.min(total), total);
         }
     }

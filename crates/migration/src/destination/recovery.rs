@@ -53,19 +53,19 @@ impl Supervisor<'_, '_, '_> {
                 {
                     return connection.shutdown();
                 }
-                self.reconnects += 1;
-                self.lost_since = None;
-                let pages = self.core.pages();
+                self.link.reconnects += 1;
+                self.link.lost_since = None;
+                let pages = self.guest.core.pages();
                 let connection = Arc::new(connection);
                 let control = ControlLink::new(connection, generation, Side::Source, pages);
-                self.protected = control.protection();
-                self.control = Some(control);
+                self.link.protected = control.protection();
+                self.link.control = Some(control);
             }
             _ if generation != self.state.generation => connection.shutdown(),
             Role::Bulk => {
                 // An older incarnation ends first.
                 self.feed(Event::ChannelOpened(generation, id));
-                self.bulk.push(BulkChannel {
+                self.link.bulk.push(BulkChannel {
                     id,
                     generation,
                     bulk: Arc::new(Bulk::new(connection)),
@@ -74,7 +74,7 @@ impl Supervisor<'_, '_, '_> {
                 self.start_readers();
             }
             Role::Urgent => {
-                let Some(place) = self.core.urgent.get(usize::from(id.index)) else {
+                let Some(place) = self.guest.core.urgent.get(usize::from(id.index)) else {
                     return connection.shutdown();
                 };
                 if let Some(older) = self.older(id) {
@@ -101,8 +101,13 @@ impl Supervisor<'_, '_, '_> {
     /// channel stays open without a reader, the supervisor tries again, and vCPUs that need a page
     /// are served on urgent channels.
     pub(super) fn start_readers(&mut self) {
-        let (inbound, patience, scope) = (self.inbound, self.patience, self.scope);
-        for channel in self.bulk.iter_mut().filter(|open| open.thread.is_none()) {
+        let (inbound, patience, scope) = (self.link.inbound, self.link.patience, self.scope);
+        for channel in self
+            .link
+            .bulk
+            .iter_mut()
+            .filter(|open| open.thread.is_none())
+        {
             let (generation, id) = (channel.generation, channel.id);
             let of_thread = Arc::clone(&channel.bulk);
             let started = std::thread::Builder::new()
@@ -121,9 +126,9 @@ impl Supervisor<'_, '_, '_> {
                         return self.fail(error);
                     }
                     let error = error.to_string();
-                    if self.last_loss.as_ref() != Some(&error) {
+                    if self.link.last_loss.as_ref() != Some(&error) {
                         tracing::warn!(generation, channel = %id, %error, "trying again");
-                        self.last_loss = Some(error);
+                        self.link.last_loss = Some(error);
                     }
                     return;
                 }
@@ -140,10 +145,10 @@ impl Supervisor<'_, '_, '_> {
         if generation != self.state.generation || !self.state.channels.contains(&id) {
             return;
         }
-        if let Some(left_out) = self.losses.take() {
+        if let Some(left_out) = self.link.losses.take() {
             tracing::warn!(generation, channel = %id, %error, left_out, "a channel is lost");
         }
-        self.channels_lost += 1;
+        self.link.channels_lost += 1;
         if error.is_fatal_here() {
             return self.fail(error);
         }
@@ -157,9 +162,9 @@ impl Supervisor<'_, '_, '_> {
         if !lost {
             return self.lose_control(error);
         }
-        if error.is_lost() && self.state.stage == Stage::Receiving && self.control.is_some() {
+        if error.is_lost() && self.state.stage == Stage::Receiving && self.link.control.is_some() {
             let loss = (Instant::now(), generation, id, error);
-            self.lost_channel.get_or_insert(loss);
+            self.link.lost_channel.get_or_insert(loss);
             return;
         }
         self.note_loss(error);
@@ -169,7 +174,7 @@ impl Supervisor<'_, '_, '_> {
     /// A channel is lost, and the source has not said why.
     pub(super) fn conclude_loss(&mut self) {
         let over = |(since, ..): &mut (Instant, _, _, _)| since.elapsed() >= LAST_WORD_LIMIT;
-        if let Some((_, generation, id, error)) = self.lost_channel.take_if(over) {
+        if let Some((_, generation, id, error)) = self.link.lost_channel.take_if(over) {
             self.note_loss(error);
             self.events.push_back(Event::ChannelLost(generation, id));
         }
@@ -178,46 +183,51 @@ impl Supervisor<'_, '_, '_> {
     /// Ends the channels of `generation` and of those before.
     pub(super) fn end_up_to(&mut self, generation: Generation) {
         if self
+            .link
             .control
             .as_ref()
             .is_some_and(|control| control.generation <= generation)
         {
-            self.naming = None;
-            if let Some(mut control) = self.control.take() {
+            self.link.naming = None;
+            if let Some(mut control) = self.link.control.take() {
                 let _ = control.flush();
                 control.shutdown();
             }
-            self.lost_since.get_or_insert_with(Instant::now);
+            self.link.lost_since.get_or_insert_with(Instant::now);
         }
-        for channel in &self.core.urgent {
+        for channel in &self.guest.core.urgent {
             channel.close();
         }
         let old = |channel: &BulkChannel<'_>| channel.generation <= generation;
-        for channel in self.bulk.iter().filter(|channel| old(channel)) {
+        for channel in self.link.bulk.iter().filter(|channel| old(channel)) {
             channel.bulk.close();
         }
-        let (ended, kept) = std::mem::take(&mut self.bulk).into_iter().partition(old);
-        self.bulk = kept;
+        let (ended, kept) = std::mem::take(&mut self.link.bulk)
+            .into_iter()
+            .partition(old);
+        self.link.bulk = kept;
         let ended: Vec<BulkChannel<'_>> = ended;
         for channel in ended {
             channel.end();
         }
-        self.core.end_all_placing();
+        self.guest.core.end_all_placing();
     }
 
     /// Ends one channel, and tells the source how much of it is in place.
     pub(super) fn end_channel(&mut self, id: ChannelId) {
         let placed = match id.role {
             Role::Urgent => self
+                .guest
                 .core
                 .urgent
                 .get(usize::from(id.index))
                 .and_then(|place| place.end(id)),
             _ => self
+                .link
                 .bulk
                 .iter()
                 .position(|open| open.id == id)
-                .map(|at| self.bulk.swap_remove(at).end()),
+                .map(|at| self.link.bulk.swap_remove(at).end()),
         };
         if let Some(placed) = placed {
             self.say(ToSource::ChannelEnded {

@@ -58,18 +58,18 @@ impl<'a> Loading<'a> {
 
 impl Supervisor<'_, '_, '_> {
     pub(super) fn load_missing(&mut self, runs: &MissingRuns) -> Result<(), MigrationError> {
-        self.loading.begun = true;
+        self.guest.loading.begun = true;
         for run in &runs.runs {
             let pages = run.start as usize..run.end as usize;
-            self.core.states.missing().set_range(pages);
+            self.guest.core.states.missing().set_range(pages);
         }
         Ok(())
     }
 
     pub(super) fn load_state(&mut self, state: wire::VcpuState) -> Result<(), MigrationError> {
-        self.loading.begun = true;
+        self.guest.loading.begun = true;
         let vcpu = state.vcpu;
-        let slot = self.loading.states.get_mut(vcpu as usize);
+        let slot = self.guest.loading.states.get_mut(vcpu as usize);
         match slot.filter(|slot| slot.is_none()) {
             Some(slot) => *slot = Some(VcpuState(state.state)),
             None => return Err(ProtocolError::VcpuState { vcpu }.into()),
@@ -78,24 +78,24 @@ impl Supervisor<'_, '_, '_> {
     }
 
     pub(super) fn load_device(&mut self, state: wire::DeviceState) -> Result<(), MigrationError> {
-        self.loading.begun = true;
-        Ok(self.loading.devices.take(state)?)
+        self.guest.loading.begun = true;
+        Ok(self.guest.loading.devices.take(state)?)
     }
 
     /// SwitchOver has come: checks that all has arrived, and loads it. The states of devices are
     /// decoded before anything changes. They are applied on `Go`, since that cannot fail.
     pub(super) fn load(&mut self, announced: &SwitchOver) -> Result<(), MigrationError> {
-        if !self.precopy.is_ready() {
+        if !self.guest.precopy.is_ready() {
             return Err(ProtocolError::SwitchOverTooEarly.into());
         }
         self.enter(Phase::SwitchOver);
-        let found = self.core.missing();
+        let found = self.guest.core.missing();
         if found != announced.missing_pages {
             let announced = announced.missing_pages;
             return Err(ProtocolError::MissingCount { announced, found }.into());
         }
-        let states: Vec<VcpuState> = self.loading.states.drain(..).flatten().collect();
-        let vcpus = self.vm.vcpus.count();
+        let states: Vec<VcpuState> = self.guest.loading.states.drain(..).flatten().collect();
+        let vcpus = self.guest.vm.vcpus.count();
         if states.len() != vcpus || announced.vcpus as usize != vcpus {
             let (announced, found) = (announced.vcpus, states.len());
             return Err(ProtocolError::VcpuStates {
@@ -105,22 +105,22 @@ impl Supervisor<'_, '_, '_> {
             }
             .into());
         }
-        let devices = std::mem::take(&mut self.loading.devices);
-        self.loading.decoded = devices.decode(announced.devices)?;
-        self.inbound.end_precopy()?;
+        let devices = std::mem::take(&mut self.guest.loading.devices);
+        self.guest.loading.decoded = devices.decode(announced.devices)?;
+        self.link.inbound.end_precopy()?;
         // Before VMM threads get in: they read replies, and a page that arrives is counted down.
-        self.core.begin_counting();
-        self.vm.machine.begin_postcopy()?;
+        self.guest.core.begin_counting();
+        self.guest.vm.machine.begin_postcopy()?;
         // Before the vCPUs' states: with minor faults, the first touch of a page that is here sleeps
         // too. A missing page comes only after `Go`, so `Vcpus::restore` must not need one.
         self.serve_faults()?;
-        self.vm.vcpus.restore(&states)?;
+        self.guest.vm.vcpus.restore(&states)?;
         self.assist()?;
-        self.precopy_data = self.inbound.data_pages.load(Ordering::Relaxed);
+        self.guest.precopy_data = self.link.inbound.data_pages.load(Ordering::Relaxed);
         // From here on, frames bring missing pages. The source sends none before `Ready`.
-        self.inbound.begin_postcopy();
-        self.loading.missing_at_start = Some(found);
-        self.loading.paused = announced.paused;
+        self.link.inbound.begin_postcopy();
+        self.guest.loading.missing_at_start = Some(found);
+        self.guest.loading.paused = announced.paused;
         self.events.push_back(Event::Loaded);
         Ok(())
     }
@@ -129,24 +129,24 @@ impl Supervisor<'_, '_, '_> {
     /// paused. All else is as for a guest that runs: its owner may resume it at any time.
     pub(super) fn start_guest(&mut self) {
         debug_assert_eq!(self.state.stage, Stage::Running);
-        self.started = monotonic();
-        self.core.begin_requests();
-        for apply in self.loading.decoded.drain(..) {
+        self.guest.started = monotonic();
+        self.guest.core.begin_requests();
+        for apply in self.guest.loading.decoded.drain(..) {
             apply();
         }
-        devices::resume(self.vm.devices);
-        if !self.loading.is_paused() {
-            self.vm.vcpus.resume();
+        devices::resume(self.guest.vm.devices);
+        if !self.guest.loading.is_paused() {
+            self.guest.vm.vcpus.resume();
         }
         // Behind the resume: an owner's pause comes after it.
         self.host.set_open_to_owner(true);
         self.wake_assist();
-        self.patience.set(self.host.config.limits.dead_after);
+        self.link.patience.set(self.host.config.limits.dead_after);
         self.enter(Phase::Postcopy);
         // For private memory, the kernel makes huge pages under the lock of all mappings, where
         // every fault would wait.
-        if self.core.machine.ram().backing() != Backing::Anonymous {
-            self.core.collapse();
+        if self.guest.core.machine.ram().backing() != Backing::Anonymous {
+            self.guest.core.collapse();
         }
     }
 }

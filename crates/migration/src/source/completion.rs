@@ -49,7 +49,7 @@ pub(super) fn new_report() -> SourceReport {
 impl Supervisor<'_, '_, '_> {
     /// Checks the destination's count of the pages that were missing.
     pub(super) fn check_drained(&self, counted: u64) -> Result<(), MigrationError> {
-        let announced = self.report.missing_at_start;
+        let announced = self.record.report.missing_at_start;
         if counted == announced {
             return Ok(());
         }
@@ -64,11 +64,12 @@ impl Supervisor<'_, '_, '_> {
         match self.state.stage {
             Stage::Precopy => self.report_pass(left),
             Stage::HandedOver => {
-                let total = self.report.missing_at_start;
-                self.observer
+                let total = self.record.report.missing_at_start;
+                self.record
+                    .observer
                     .progress(Phase::Postcopy, total.saturating_sub(left), total);
-                if ledger.unsent_count() == 0 && self.precopy.push_ended.is_none() {
-                    self.precopy.push_ended = Some(Instant::now());
+                if ledger.unsent_count() == 0 && self.guest.precopy.push_ended.is_none() {
+                    self.guest.precopy.push_ended = Some(Instant::now());
                 }
                 self.begin_delayed_push();
             }
@@ -79,16 +80,16 @@ impl Supervisor<'_, '_, '_> {
     /// Begins the push when the guest has requested no page for a while.
     fn begin_delayed_push(&mut self) {
         // Before `Running` the source only answers: the push has not begun.
-        if self.shared.mode() != Mode::Answer || self.precopy.postcopy_began.is_none() {
+        if self.shared.mode() != Mode::Answer || self.guest.precopy.postcopy_began.is_none() {
             return;
         }
         let now = self.shared.figures.urgent.load(Ordering::Relaxed);
         if now != self.quiet.0 {
             self.quiet = (now, Instant::now());
         } else if self.quiet.1.elapsed() > SourceConfig::QUIET {
-            self.precopy.postcopy_began = Some(Instant::now());
+            self.guest.precopy.postcopy_began = Some(Instant::now());
             self.shared.set_mode(Mode::Push);
-            self.channels.ring();
+            self.link.channels.ring();
         }
     }
 
@@ -110,29 +111,31 @@ impl Supervisor<'_, '_, '_> {
         };
         self.session.board.write(SessionStatus {
             stage,
-            connected: self.control.is_some(),
+            connected: self.link.control.is_some(),
             peer: self
+                .link
                 .control
                 .as_ref()
                 .map(|control| control.peer().to_owned()),
-            protected: (self.report.protected.version > 0).then(|| self.report.protected.clone()),
+            protected: (self.record.report.protected.version > 0)
+                .then(|| self.record.report.protected.clone()),
             generation: self.state.generation,
-            reconnects: self.report.reconnects,
-            channels_lost: self.report.channels_lost,
-            channels: self.channels.open().collect(),
+            reconnects: self.record.report.reconnects,
+            channels_lost: self.record.report.channels_lost,
+            channels: self.link.channels.open().collect(),
             pages_left: ledger.unacknowledged(),
             pages_in_flight: ledger.in_flight(),
             page_bytes: ledger.acknowledged_bytes(),
-            paused: self.report.paused,
-            passes: self.precopy.passes,
-            dirty_rate: self.precopy.convergence.dirty_rate,
-            link_rate: self.precopy.convergence.link_rate,
-            blackout_forecast: self.precopy.forecast,
-            note: self.precopy.note.clone(),
+            paused: self.record.report.paused,
+            passes: self.guest.precopy.passes,
+            dirty_rate: self.guest.precopy.convergence.dirty_rate,
+            link_rate: self.guest.precopy.convergence.link_rate,
+            blackout_forecast: self.guest.precopy.forecast,
+            note: self.guest.precopy.note.clone(),
             settings: self.session.settings(),
-            time_left: self.precopy.time_left(),
-            lost_for: self.lost_since.map(|since| since.elapsed()),
-            last_loss: self.last_loss.clone(),
+            time_left: self.guest.precopy.time_left(),
+            lost_for: self.link.lost_since.map(|since| since.elapsed()),
+            last_loss: self.link.last_loss.clone(),
             ..SessionStatus::default()
         });
     }
@@ -150,7 +153,7 @@ impl Supervisor<'_, '_, '_> {
             End::Forced => SourceVm::Forced,
         };
         let error = self.error.take().unwrap_or_else(|| {
-            let last_loss = self.last_loss.take();
+            let last_loss = self.link.last_loss.take();
             if end == End::Returned {
                 let last = last_loss.unwrap_or_default();
                 let why = format!("its reason was lost with a connection ({last})");
@@ -166,9 +169,9 @@ impl Supervisor<'_, '_, '_> {
         self.enter(Phase::Completed);
         let figures = &self.shared.figures;
         let load = |figure: &crate::sync::AtomicU64| figure.load(Ordering::Relaxed);
-        let data = self.precopy.data_pages;
+        let data = self.guest.precopy.data_pages;
         let background = load(&figures.data) - data;
-        self.report.pages = PageCounts {
+        self.record.report.pages = PageCounts {
             precopy: data,
             urgent: load(&figures.urgent),
             background,
@@ -176,16 +179,19 @@ impl Supervisor<'_, '_, '_> {
         };
         let prefetch = self.shared.prefetch.as_ref();
         let counts = prefetch.map(Prefetch::counts).unwrap_or_default();
-        self.report.prefetch = PrefetchCounts {
+        self.record.report.prefetch = PrefetchCounts {
             late: load(&figures.late),
             ..counts
         };
-        self.report.page_bytes = self.shared.ledger.acknowledged_bytes();
-        self.report.background_bytes = background * PAGE_SIZE;
-        if let (Some(began), Some(ended)) = (self.precopy.postcopy_began, self.precopy.push_ended) {
-            self.report.background_took = ended.saturating_duration_since(began);
+        self.record.report.page_bytes = self.shared.ledger.acknowledged_bytes();
+        self.record.report.background_bytes = background * PAGE_SIZE;
+        if let (Some(began), Some(ended)) = (
+            self.guest.precopy.postcopy_began,
+            self.guest.precopy.push_ended,
+        ) {
+            self.record.report.background_took = ended.saturating_duration_since(began);
         }
-        self.report.total = monotonic().saturating_sub(self.report.phases[0].at);
-        self.report.clone()
+        self.record.report.total = monotonic().saturating_sub(self.record.report.phases[0].at);
+        self.record.report.clone()
     }
 }

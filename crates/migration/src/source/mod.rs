@@ -210,49 +210,82 @@ fn attempt(
             config,
         };
         let mut supervisor = Supervisor {
-            vm: *vm,
             config,
             session,
-            observer,
             offer,
             state: Source::new(setup::channel_ids(config)),
-            control: None,
-            channels: Channels::new(dialler, route.clone()),
             shared: &shared,
-            precopy: precopy::Precopy::default(),
-            dirty,
-            frozen: None,
-            devices_paused: false,
-            resumes: false,
-            named: (None, 0),
-            last_loss: None,
-            lost_channel: None,
-            lost_since: None,
+            link: Connections {
+                control: None,
+                channels: Channels::new(dialler, route.clone()),
+                named: (None, 0),
+                last_loss: None,
+                lost_channel: None,
+                lost_since: None,
+            },
+            guest: Guest {
+                vm: *vm,
+                precopy: precopy::Precopy::default(),
+                dirty,
+                frozen: None,
+                devices_paused: false,
+                resumes: false,
+            },
+            record: Record {
+                observer,
+                published: Instant::now(),
+                report: completion::new_report(),
+            },
             error: None,
             end: None,
-            published: Instant::now(),
             kept_time: Instant::now(),
             quiet: (0, Instant::now()),
             events: VecDeque::new(),
-            report: completion::new_report(),
         };
         supervisor.limit_rates();
-        supervisor.channels.dial_control(1);
+        supervisor.link.channels.dial_control(1);
         supervisor.run()
     })
 }
 
 /// The supervisor's own state.
 struct Supervisor<'s, 'e, 'a> {
-    vm: RunningVm<'a>,
     config: &'a SourceConfig,
     session: &'a SourceSession,
-    observer: &'a dyn Observer,
     offer: &'a Setup,
     state: Source,
+    shared: &'e Shared<'a>,
+    link: Connections<'s, 'e, 'a>,
+    guest: Guest<'a>,
+    record: Record<'a>,
+    /// The reason for the end of the session.
+    error: Option<MigrationError>,
+    end: Option<End>,
+    /// The last time at which the supervisor did what is due at a time.
+    kept_time: Instant,
+    /// The urgent pages when they were last seen to grow, and that time.
+    quiet: (u64, Instant),
+    events: VecDeque<Event>,
+}
+
+/// The way to the destination.
+struct Connections<'s, 'e, 'a> {
     control: Option<ControlLink>,
     channels: Channels<'s, 'e, 'a>,
-    shared: &'e Shared<'a>,
+    /// The missing pages that a resuming destination has named, and their number. There is room
+    /// from the first time on.
+    named: (Option<PageBitmap>, u64),
+    /// The reason why the last channel was lost.
+    last_loss: Option<String>,
+    /// A channel that was lost before the hand-over, while the destination may have said why.
+    lost_channel: Option<(Instant, Generation, ChannelId, MigrationError)>,
+    /// Since when there is no control channel.
+    lost_since: Option<Instant>,
+}
+
+/// The VM that moves.
+struct Guest<'a> {
+    vm: RunningVm<'a>,
     precopy: precopy::Precopy,
     /// The dirty log is harvested into this. It is empty otherwise.
     dirty: PageBitmap,
@@ -262,24 +295,13 @@ struct Supervisor<'s, 'e, 'a> {
     devices_paused: bool,
     /// Whether the switch-over has paused vCPUs that ran, or has begun to.
     resumes: bool,
-    /// The missing pages that a resuming destination has named, and their number. There is room
-    /// from the first time on.
-    named: (Option<PageBitmap>, u64),
-    /// The reason for the end of the session.
-    error: Option<MigrationError>,
-    /// The reason why the last channel was lost.
-    last_loss: Option<String>,
-    /// A channel that was lost before the hand-over, while the destination may have said why.
-    lost_channel: Option<(Instant, Generation, ChannelId, MigrationError)>,
-    /// Since when there is no control channel.
-    lost_since: Option<Instant>,
-    end: Option<End>,
+}
+
+/// What people are told.
+struct Record<'a> {
+    observer: &'a dyn Observer,
+    /// When the status was published last.
     published: Instant,
-    /// The last time at which the supervisor did what is due at a time.
-    kept_time: Instant,
-    /// The urgent pages when they were last seen to grow, and that time.
-    quiet: (u64, Instant),
-    events: VecDeque<Event>,
     report: SourceReport,
 }
 
@@ -327,14 +349,14 @@ impl<'a> Supervisor<'_, '_, 'a> {
     }
 
     fn enter(&mut self, phase: Phase) {
-        PhaseStart::note(&mut self.report.phases, phase);
+        PhaseStart::note(&mut self.record.report.phases, phase);
         info!(%phase, "phase");
-        self.observer.phase(phase);
+        self.record.observer.phase(phase);
     }
 
     /// Keeps the reason for an end: the first before the hand-over, and the last after it.
     fn note(&mut self, error: MigrationError) {
-        self.last_loss = Some(error.to_string());
+        self.link.last_loss = Some(error.to_string());
         if self.state.has_handed_over() {
             self.error = Some(error);
         } else {
@@ -345,7 +367,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
     /// This side ends a migration that is handed over, without the destination.
     fn note_giving_up(&mut self, why: &'static str) {
         if self.state.has_handed_over() {
-            let last_loss = self.last_loss.clone();
+            let last_loss = self.link.last_loss.clone();
             self.error = Some(MigrationError::GaveUp { why, last_loss });
         }
     }
@@ -358,14 +380,14 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     /// The control channel is lost, for this reason.
     fn lose_control(&mut self, error: MigrationError) {
-        if let Some(control) = &mut self.control {
+        if let Some(control) = &mut self.link.control {
             if !error.is_lost() {
                 // The peer may still read why.
                 let _ = control.send(&error.to_frame());
             }
             let generation = control.generation;
             warn!(generation, %error, "the control channel is lost");
-            self.report.channels_lost += 1;
+            self.record.report.channels_lost += 1;
             self.note_loss(error);
             self.events.push_back(Event::Lost(generation));
         }
@@ -398,14 +420,14 @@ impl<'a> Supervisor<'_, '_, 'a> {
     fn perform(&mut self, action: Action) -> Result<(), MigrationError> {
         match action {
             Action::Dial(generation) => {
-                self.lost_since.get_or_insert_with(Instant::now);
-                self.report.reconnects += 1;
+                self.link.lost_since.get_or_insert_with(Instant::now);
+                self.record.report.reconnects += 1;
                 debug!(generation, "dialling");
-                self.channels.dial_control(generation);
+                self.link.channels.dial_control(generation);
             }
             Action::Send(message) => self.say(message)?,
-            Action::DialChannel(id) => self.channels.dial(self.state.generation, id),
-            Action::CloseChannel(id) => self.channels.close(id),
+            Action::DialChannel(id) => self.link.channels.dial(self.state.generation, id),
+            Action::CloseChannel(id) => self.link.channels.close(id),
             Action::CloseGeneration => self.close_generation(),
             Action::Reclaim { channel, placed } => self.reclaim(channel, placed),
             Action::AdoptMissing => self.adopt_missing(),
@@ -434,10 +456,13 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 None => Frame::Cancel,
             },
             ToDestination::Drained => {
-                self.precopy.push_ended.get_or_insert_with(Instant::now);
+                self.guest
+                    .precopy
+                    .push_ended
+                    .get_or_insert_with(Instant::now);
                 self.enter(Phase::Completion);
                 Frame::Drained {
-                    missing: self.report.missing_at_start,
+                    missing: self.record.report.missing_at_start,
                 }
             }
             ToDestination::Complete => Frame::Complete,
@@ -445,7 +470,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ToDestination::CloseChannel(id) => Frame::CloseChannel(id),
             ToDestination::Again => Frame::Again,
         };
-        if let Some(control) = &mut self.control
+        if let Some(control) = &mut self.link.control
             && let Err(error) = control.answer(&frame)
         {
             self.lose_control(error);
@@ -501,7 +526,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         if let commands::Command::Recover(route) = command
             && self.state.has_handed_over()
         {
-            self.channels.reroute(route);
+            self.link.channels.reroute(route);
             // A working connection is left too: the operator wants the new way.
             self.events.push_back(Event::Lost(self.state.generation));
         }
@@ -509,7 +534,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     /// Handles the frames that have arrived. Returns whether there were any.
     fn receive(&mut self) -> bool {
-        let Some(control) = &mut self.control else {
+        let Some(control) = &mut self.link.control else {
             return false;
         };
         let generation = control.generation;
@@ -545,8 +570,8 @@ impl<'a> Supervisor<'_, '_, 'a> {
             // It crossed the cancellation.
             Frame::Ready if self.state.stage == Stage::Cancelling => return Ok(()),
             Frame::Running { .. } if !before_go => {
-                if self.report.confirmed.is_zero() {
-                    self.report.confirmed = monotonic();
+                if self.record.report.confirmed.is_zero() {
+                    self.record.report.confirmed = monotonic();
                 }
                 ToSource::Running
             }
@@ -585,7 +610,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         } else {
             self.shared.patience.get()
         };
-        if let Some(control) = &mut self.control {
+        if let Some(control) = &mut self.link.control {
             if control.is_silent(patience) {
                 self.lose_control(MigrationError::Timeout("anything on the control channel"));
             } else if let Err(error) = control.keep_alive(interval) {
@@ -596,10 +621,10 @@ impl<'a> Supervisor<'_, '_, 'a> {
             Stage::Cancelling => Some(self.config.limits.connect),
             _ => self.config.limits.give_up_after,
         };
-        if let (Some(since), Some(limit)) = (self.lost_since, limit)
+        if let (Some(since), Some(limit)) = (self.link.lost_since, limit)
             && since.elapsed() > limit
         {
-            self.lost_since = None;
+            self.link.lost_since = None;
             self.note_giving_up(MigrationError::NO_CONNECTION);
             self.events.push_back(Event::GiveUp);
         }
@@ -608,18 +633,23 @@ impl<'a> Supervisor<'_, '_, 'a> {
             self.fail(error);
         }
         self.report_progress();
-        if self.published.elapsed() > PUBLISH_INTERVAL {
-            self.published = Instant::now();
+        if self.record.published.elapsed() > PUBLISH_INTERVAL {
+            self.record.published = Instant::now();
             self.publish();
         }
     }
 
     fn sleep(&self) {
-        if self.control.as_ref().is_some_and(ControlLink::has_more) {
+        if self
+            .link
+            .control
+            .as_ref()
+            .is_some_and(ControlLink::has_more)
+        {
             return;
         }
         let mut fds = vec![PollFd::new(&self.session.letters, PollFlags::IN)];
-        if let Some(control) = &self.control {
+        if let Some(control) = &self.link.control {
             fds.push(PollFd::from_borrowed_fd(
                 control.as_fd(),
                 control.interest(),
@@ -637,26 +667,26 @@ impl<'a> Supervisor<'_, '_, 'a> {
         } else {
             Mode::Answer
         });
-        if self.report.missing_at_start == 0 || self.shared.ledger.unacknowledged() == 0 {
+        if self.record.report.missing_at_start == 0 || self.shared.ledger.unacknowledged() == 0 {
             self.events.push_back(Event::AllAcknowledged);
         }
-        if self.precopy.postcopy_began.is_none() {
-            self.precopy.postcopy_began = Some(Instant::now());
+        if self.guest.precopy.postcopy_began.is_none() {
+            self.guest.precopy.postcopy_began = Some(Instant::now());
         }
-        self.channels.ring();
+        self.link.channels.ring();
     }
 
     /// Takes the guest back as it was: a VM that its owner had paused stays paused.
     fn resume_guest(&mut self) {
         self.shared.set_mode(Mode::Hold);
         // A failure to stop the dirty log costs only speed.
-        let _ = self.vm.machine.set_dirty_log(false);
-        self.frozen = None;
-        if std::mem::take(&mut self.devices_paused) {
-            crate::devices::resume(self.vm.devices);
+        let _ = self.guest.vm.machine.set_dirty_log(false);
+        self.guest.frozen = None;
+        if std::mem::take(&mut self.guest.devices_paused) {
+            crate::devices::resume(self.guest.vm.devices);
         }
-        if std::mem::take(&mut self.resumes) {
-            self.vm.vcpus.resume();
+        if std::mem::take(&mut self.guest.resumes) {
+            self.guest.vm.vcpus.resume();
         }
         // Behind the resume: an owner's pause comes after it.
         self.session.open_to_owner();

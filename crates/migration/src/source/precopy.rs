@@ -99,7 +99,7 @@ impl Precopy {
 
 impl Supervisor<'_, '_, '_> {
     pub(super) fn start_precopy(&mut self) -> Result<(), MigrationError> {
-        let pages = self.vm.machine.ram().pages() as usize;
+        let pages = self.guest.vm.machine.ram().pages() as usize;
         self.shared.ledger.set_unsent(0..pages);
         if self.settings().switch == Switch::NOW {
             return self.decide();
@@ -108,28 +108,28 @@ impl Supervisor<'_, '_, '_> {
     }
 
     fn start_passes(&mut self) -> Result<(), MigrationError> {
-        self.vm.machine.set_dirty_log(true)?;
-        self.precopy.logs = true;
+        self.guest.vm.machine.set_dirty_log(true)?;
+        self.guest.precopy.logs = true;
         self.begin_pass()
     }
 
     fn begin_pass(&mut self) -> Result<(), MigrationError> {
-        self.precopy.pass += 1;
-        self.precopy.pages = self.shared.ledger.unsent_count();
-        self.precopy.data_before = self.shared.figures.data.load(Ordering::Relaxed);
-        self.precopy.began = Some(Instant::now());
-        (self.precopy.waiting, self.precopy.rests_until) = (None, None);
-        let (pass, pages) = (self.precopy.pass, self.precopy.pages);
+        self.guest.precopy.pass += 1;
+        self.guest.precopy.pages = self.shared.ledger.unsent_count();
+        self.guest.precopy.data_before = self.shared.figures.data.load(Ordering::Relaxed);
+        self.guest.precopy.began = Some(Instant::now());
+        (self.guest.precopy.waiting, self.guest.precopy.rests_until) = (None, None);
+        let (pass, pages) = (self.guest.precopy.pass, self.guest.precopy.pages);
         if pass <= RECORDED_PASSES {
             self.enter(Phase::Precopy { pass });
         } else {
-            self.observer.phase(Phase::Precopy { pass });
+            self.record.observer.phase(Phase::Precopy { pass });
         }
-        if let Some(control) = &mut self.control {
+        if let Some(control) = &mut self.link.control {
             control.send(&Frame::Pass(Pass { pass, pages }))?;
         }
         self.shared.set_mode(Mode::Copy);
-        self.channels.ring();
+        self.link.channels.ring();
         if pages == 0 {
             return self.pass_is_acknowledged();
         }
@@ -139,34 +139,34 @@ impl Supervisor<'_, '_, '_> {
     /// No page is without a receipt: the pass is over, unless this is a late letter about an
     /// earlier one.
     pub(super) fn pass_is_acknowledged(&mut self) -> Result<(), MigrationError> {
-        let Some(began) = self.precopy.began else {
+        let Some(began) = self.guest.precopy.began else {
             return Ok(());
         };
         if self.shared.ledger.unacknowledged() > 0 {
             return Ok(());
         }
         self.shared.set_mode(Mode::Hold);
-        self.precopy.began = None;
+        self.guest.precopy.began = None;
         self.harvest(true, |_| ())?;
         let took = began.elapsed();
         let left = self.shared.ledger.unsent_count();
         let data = self.shared.figures.data.load(Ordering::Relaxed);
-        let outlook = self.precopy.convergence.pass_ended(&PassEnd {
-            pages: self.precopy.pages,
-            bytes: (data - self.precopy.data_before) * PAGE_SIZE,
+        let outlook = self.guest.precopy.convergence.pass_ended(&PassEnd {
+            pages: self.guest.precopy.pages,
+            bytes: (data - self.guest.precopy.data_before) * PAGE_SIZE,
             took,
             left,
             round_trip: self.shared.round_trip(),
         });
-        self.precopy.passes += 1;
-        if self.precopy.pass <= RECORDED_PASSES {
-            self.report.passes.push(PassFigures {
-                pages: self.precopy.pages,
+        self.guest.precopy.passes += 1;
+        if self.guest.precopy.pass <= RECORDED_PASSES {
+            self.record.report.passes.push(PassFigures {
+                pages: self.guest.precopy.pages,
                 took,
             });
         }
         self.forecast()?;
-        self.precopy.last = Some(LastPass {
+        self.guest.precopy.last = Some(LastPass {
             took,
             ended: Instant::now(),
             outlook,
@@ -182,50 +182,55 @@ impl Supervisor<'_, '_, '_> {
         rearm: bool,
         newly: impl FnMut(std::ops::Range<usize>),
     ) -> Result<(), MigrationError> {
-        self.vm.machine.harvest_dirty(&self.dirty, rearm)?;
-        self.shared.ledger.add_dirty(&self.dirty, newly);
+        self.guest
+            .vm
+            .machine
+            .harvest_dirty(&self.guest.dirty, rearm)?;
+        self.shared.ledger.add_dirty(&self.guest.dirty, newly);
         Ok(())
     }
 
     fn time_left(&self, left: u64) -> Option<Duration> {
         let passes = match self.settings().switch {
             Switch::Auto => None,
-            Switch::AfterPasses(passes) => Some(passes.saturating_sub(self.precopy.pass)),
+            Switch::AfterPasses(passes) => Some(passes.saturating_sub(self.guest.precopy.pass)),
             Switch::Manual => return None,
         };
-        self.precopy.convergence.time_left(left, passes)
+        self.guest.precopy.convergence.time_left(left, passes)
     }
 
     /// Computes the expected blackout. It harvests as the switch-over will: right after a harvest.
     fn forecast(&mut self) -> Result<(), MigrationError> {
         let mut runs = 0;
-        if self.precopy.logs {
+        if self.guest.precopy.logs {
             let began = Instant::now();
             self.harvest(true, |_| runs += 1)?;
-            let least = self.precopy.least_harvest.unwrap_or(Duration::MAX);
-            self.precopy.least_harvest = Some(least.min(began.elapsed()));
+            let least = self.guest.precopy.least_harvest.unwrap_or(Duration::MAX);
+            self.guest.precopy.least_harvest = Some(least.min(began.elapsed()));
         }
         let blackout = forecast::blackout(&Basis {
-            cost: self.vm.machine.blackout_cost(),
-            vcpus: self.vm.vcpus.count(),
+            cost: self.guest.vm.machine.blackout_cost(),
+            vcpus: self.guest.vm.vcpus.count(),
             round_trip: self.shared.round_trip(),
-            harvest: self.precopy.least_harvest.unwrap_or_default(),
+            harvest: self.guest.precopy.least_harvest.unwrap_or_default(),
             runs,
-            link_rate: self.precopy.convergence.link_rate,
+            link_rate: self.guest.precopy.convergence.link_rate,
         });
-        self.precopy.forecast = Some(blackout);
-        self.report.blackout_forecast = Some(blackout);
+        self.guest.precopy.forecast = Some(blackout);
+        self.record.report.blackout_forecast = Some(blackout);
         Ok(())
     }
 
     /// Chooses what follows the last pass.
     fn after_pass(&mut self) -> Result<(), MigrationError> {
-        let Some(last) = self.precopy.last else {
+        let Some(last) = self.guest.precopy.last else {
             return Ok(());
         };
         let few = self.shared.ledger.unsent_count() <= FEW_PAGES;
         match self.settings().switch {
-            Switch::AfterPasses(passes) if few || self.precopy.pass >= passes => self.end(last),
+            Switch::AfterPasses(passes) if few || self.guest.precopy.pass >= passes => {
+                self.end(last)
+            }
             Switch::AfterPasses(_) => self.begin_pass(),
             Switch::Manual => self.hold(last),
             Switch::Auto if last.outlook == Outlook::Open => self.begin_pass(),
@@ -242,60 +247,65 @@ impl Supervisor<'_, '_, '_> {
 
     /// The expected blackout and its limit, if it is above that.
     fn too_long_a_blackout(&self) -> Option<(Duration, Duration)> {
-        let both = self.precopy.forecast.zip(self.settings().max_blackout);
+        let both = self
+            .guest
+            .precopy
+            .forecast
+            .zip(self.settings().max_blackout);
         both.filter(|(blackout, limit)| blackout > limit)
     }
 
     /// No pass follows: the switch-over begins when the destination is ready.
     fn end(&mut self, last: LastPass) -> Result<(), MigrationError> {
-        self.precopy.rests_until = None;
-        self.precopy.waiting = Some((last.took, last.ended));
+        self.guest.precopy.rests_until = None;
+        self.guest.precopy.waiting = Some((last.took, last.ended));
         self.decide()
     }
 
     /// The switch-over is held back: passes go on. A short one is followed by a rest.
     fn hold(&mut self, last: LastPass) -> Result<(), MigrationError> {
-        self.precopy.waiting = None;
+        self.guest.precopy.waiting = None;
         if last.took >= REST {
             return self.begin_pass();
         }
-        self.precopy.rests_until = Some(last.ended + (REST - last.took));
+        self.guest.precopy.rests_until = Some(last.ended + (REST - last.took));
         Ok(())
     }
 
     /// Says why pre-copy ends with many pages left, and why it goes on although it does not help.
     fn tell(&mut self, outlook: Outlook, held_back: Option<(Duration, Duration)>) {
         let says = Some(held_back.is_some());
-        if self.precopy.said == says {
+        if self.guest.precopy.said == says {
             return;
         }
         let note = note::after_pass(&note::Facts {
             vain: outlook == Outlook::Vain,
             held_back,
-            dirty_rate: self.precopy.convergence.dirty_rate,
-            link_rate: self.precopy.convergence.link_rate,
+            dirty_rate: self.guest.precopy.convergence.dirty_rate,
+            link_rate: self.guest.precopy.convergence.link_rate,
             max_bandwidth: self.settings().max_bandwidth,
             left: self.shared.ledger.unsent_count(),
         });
         if let Some(note) = note {
-            self.precopy.said = says;
+            self.guest.precopy.said = says;
             tracing::info!(%note, "pre-copy");
-            self.observer.note(&note);
-            self.report.notes.push(note.clone());
-            self.precopy.note = Some(note);
+            self.record.observer.note(&note);
+            self.record.report.notes.push(note.clone());
+            self.guest.precopy.note = Some(note);
         }
     }
 
     /// Reports a pass with `left` pages to go.
     pub(super) fn report_pass(&self, left: u64) {
-        let (pass, total) = (self.precopy.pass, self.precopy.pages);
-        self.observer
+        let (pass, total) = (self.guest.precopy.pass, self.guest.precopy.pages);
+        self.record
+            .observer
             .progress(Phase::Precopy { pass }, total.saturating_sub(left), total);
     }
 
     /// Ends pre-copy, or begins another pass, if both sides are ready for it.
     pub(super) fn decide(&mut self) -> Result<(), MigrationError> {
-        if !self.precopy.destination_ready || self.state.stage != Stage::Precopy {
+        if !self.guest.precopy.destination_ready || self.state.stage != Stage::Precopy {
             return Ok(());
         }
         if self.settings().switch == Switch::NOW {
@@ -305,18 +315,18 @@ impl Supervisor<'_, '_, '_> {
                 return Ok(());
             }
         } else {
-            let Some((took, since)) = self.precopy.waiting else {
+            let Some((took, since)) = self.guest.precopy.waiting else {
                 return Ok(());
             };
             if since.elapsed() > took {
                 return self.begin_pass();
             }
         }
-        if self.precopy.forecast.is_none() {
+        if self.guest.precopy.forecast.is_none() {
             self.forecast()?;
         }
-        (self.precopy.began, self.precopy.waiting) = (None, None);
-        self.precopy.data_pages = self.shared.figures.data.load(Ordering::Relaxed);
+        (self.guest.precopy.began, self.guest.precopy.waiting) = (None, None);
+        self.guest.precopy.data_pages = self.shared.figures.data.load(Ordering::Relaxed);
         self.events.push_back(Event::PrecopyDone);
         Ok(())
     }
@@ -329,7 +339,7 @@ impl Supervisor<'_, '_, '_> {
         if self.settings().switch == Switch::NOW {
             return self.decide();
         }
-        let Some(until) = self.precopy.rests_until else {
+        let Some(until) = self.guest.precopy.rests_until else {
             return Ok(());
         };
         if Instant::now() < until {
@@ -341,7 +351,7 @@ impl Supervisor<'_, '_, '_> {
         }
         // No pass is needed. The forecast may have changed all the same.
         self.forecast()?;
-        if let Some(last) = &mut self.precopy.last {
+        if let Some(last) = &mut self.guest.precopy.last {
             (last.took, last.ended) = (Duration::ZERO, Instant::now());
         }
         self.after_pass()
@@ -350,24 +360,24 @@ impl Supervisor<'_, '_, '_> {
     /// The operator has changed the settings.
     pub(super) fn settings_changed(&mut self) -> Result<(), MigrationError> {
         self.limit_rates();
-        self.channels.ring();
+        self.link.channels.ring();
         if self.state.stage != Stage::Precopy || !self.events.is_empty() {
             return Ok(());
         }
-        self.precopy.said = None;
+        self.guest.precopy.said = None;
         if self.settings().switch == Switch::NOW {
             return self.decide();
         }
-        if !self.precopy.logs {
+        if !self.guest.precopy.logs {
             // All pages were to follow the switch-over, which has not begun.
             return self.start_passes();
         }
-        if self.precopy.began.is_none() {
+        if self.guest.precopy.began.is_none() {
             return self.after_pass();
         }
         // A switch-over at once may have stopped the pass.
         self.shared.set_mode(Mode::Copy);
-        self.channels.ring();
+        self.link.channels.ring();
         Ok(())
     }
 }

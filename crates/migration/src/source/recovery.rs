@@ -459,7 +459,7 @@ impl Supervisor<'_, '_, '_> {
         if generation != self.state.generation || !wanted {
             return connection.shutdown();
         }
-        match self.channels.start(generation, id, connection) {
+        match self.link.channels.start(generation, id, connection) {
             Ok(()) => self.events.push_back(Event::ChannelOpened(generation, id)),
             Err(error) => {
                 self.note_loss(error);
@@ -482,14 +482,14 @@ impl Supervisor<'_, '_, '_> {
         // A destination that breaks the protocol on one channel loses all, and hears why: its other
         // receipts may be wrong too.
         let broken = matches!(error, MigrationError::Wire(_) | MigrationError::Protocol(_));
-        let was_open = self.channels.open().any(|open| open == id);
-        self.report.channels_lost += u64::from(was_open);
+        let was_open = self.link.channels.open().any(|open| open == id);
+        self.record.report.channels_lost += u64::from(was_open);
         if broken && self.state.has_handed_over() && was_open {
             return self.lose_control(error);
         }
-        if error.is_lost() && !self.state.has_handed_over() && self.control.is_some() {
+        if error.is_lost() && !self.state.has_handed_over() && self.link.control.is_some() {
             let loss = (Instant::now(), generation, id, error);
-            self.lost_channel.get_or_insert(loss);
+            self.link.lost_channel.get_or_insert(loss);
             return;
         }
         self.note_loss(error);
@@ -499,7 +499,7 @@ impl Supervisor<'_, '_, '_> {
     /// A channel is lost, and the destination has not said why.
     pub(super) fn conclude_loss(&mut self) {
         let over = |(since, ..): &mut (Instant, _, _, _)| since.elapsed() >= LAST_WORD_LIMIT;
-        if let Some((_, generation, id, error)) = self.lost_channel.take_if(over) {
+        if let Some((_, generation, id, error)) = self.link.lost_channel.take_if(over) {
             self.note_loss(error);
             self.events.push_back(Event::ChannelLost(generation, id));
         }
@@ -520,21 +520,21 @@ impl Supervisor<'_, '_, '_> {
 
     /// Keeps the reason for a loss. It is the reason for the end unless the session survives it.
     pub(super) fn note_loss(&mut self, error: MigrationError) {
-        self.last_loss = Some(error.to_string());
+        self.link.last_loss = Some(error.to_string());
         if !self.state.has_handed_over() {
             self.error.get_or_insert(error);
         }
     }
 
     pub(super) fn close_generation(&mut self) {
-        if let Some(mut control) = self.control.take() {
+        if let Some(mut control) = self.link.control.take() {
             if matches!(self.state.stage, Stage::Ended(_)) {
                 control.close_gracefully();
             }
             control.shutdown();
         }
         self.forget_named();
-        self.channels.close_all();
+        self.link.channels.close_all();
     }
 
     /// Pages of a lost channel are unsent again.
@@ -544,25 +544,25 @@ impl Supervisor<'_, '_, '_> {
             Ok(_) => self.shared.check_acknowledged(),
             Err(error) => return self.lose_control(ProtocolError::from(error).into()),
         }
-        self.channels.ring();
+        self.link.channels.ring();
     }
 
     /// The missing pages that the destination has named are the unsent ones.
     pub(super) fn adopt_missing(&mut self) {
-        let named = self.named.0.iter().flat_map(|named| runs(named, 0));
+        let named = self.link.named.0.iter().flat_map(|named| runs(named, 0));
         match self.shared.ledger.adopt_missing(named) {
             Ok(()) => self.shared.check_acknowledged(),
             Err(error) => self.lose_control(ProtocolError::from(error).into()),
         }
         self.forget_named();
-        self.channels.ring();
+        self.link.channels.ring();
     }
 
     /// Takes missing pages that a resuming destination has named. It names each once.
     pub(super) fn take_named(&mut self, missing: &MissingRuns) -> Result<(), MigrationError> {
-        let (named, pages) = &mut self.named;
+        let (named, pages) = &mut self.link.named;
         if named.is_none() {
-            let all = self.vm.machine.ram().pages();
+            let all = self.guest.vm.machine.ram().pages();
             *named = Some(PageBitmap::try_new(all as usize)?);
         }
         let named = named.as_ref().expect("there is one now");
@@ -578,15 +578,15 @@ impl Supervisor<'_, '_, '_> {
     }
 
     fn forget_named(&mut self) {
-        if let Some(named) = &self.named.0 {
+        if let Some(named) = &self.link.named.0 {
             clear_all(named);
         }
-        self.named.1 = 0;
+        self.link.named.1 = 0;
     }
 
     /// Checks the number of missing pages that a resuming destination announced.
     pub(super) fn check_named(&self, announced: u64) -> Result<(), MigrationError> {
-        let found = self.named.1;
+        let found = self.link.named.1;
         if found == announced {
             return Ok(());
         }

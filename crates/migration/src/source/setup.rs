@@ -56,10 +56,10 @@ pub(super) fn offer(
 impl Supervisor<'_, '_, '_> {
     /// A control channel is open: the first one offers the VM.
     pub(super) fn opened(&mut self, generation: Generation, connection: Connection) {
-        if generation != self.state.generation || self.control.is_some() {
+        if generation != self.state.generation || self.link.control.is_some() {
             return connection.shutdown();
         }
-        let pages = self.vm.machine.ram().pages();
+        let pages = self.guest.vm.machine.ram().pages();
         let mut control =
             ControlLink::new(Arc::new(connection), generation, Side::Destination, pages);
         let offered = match generation {
@@ -69,8 +69,8 @@ impl Supervisor<'_, '_, '_> {
             }
             _ => Ok(()),
         };
-        self.report.protected = control.protection();
-        self.control = Some(control);
+        self.record.report.protected = control.protection();
+        self.link.control = Some(control);
         self.events.push_back(Event::Opened(generation));
         if let Err(error) = offered {
             self.lose_control(error);
@@ -80,20 +80,20 @@ impl Supervisor<'_, '_, '_> {
     /// The destination answers on the control channel. One that only accepts connections does not
     /// end the wait for it.
     pub(super) fn control_works(&mut self) {
-        self.lost_since = None;
-        self.channels.control_is_open();
+        self.link.lost_since = None;
+        self.link.channels.control_is_open();
     }
 
     pub(super) fn note_setup_progress(
         &mut self,
         progress: SetupProgress,
     ) -> Result<(), MigrationError> {
-        if self.precopy.destination_ready {
+        if self.guest.precopy.destination_ready {
             return Err(ProtocolError::ReadyTwice.into());
         }
-        self.precopy.destination_ready = progress.ready;
-        let total = self.vm.machine.ram().pages();
-        self.observer.allocated(progress.pages, total);
+        self.guest.precopy.destination_ready = progress.ready;
+        let total = self.guest.vm.machine.ram().pages();
+        self.record.observer.allocated(progress.pages, total);
         if progress.ready {
             self.decide()?;
         }

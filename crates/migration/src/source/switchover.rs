@@ -35,11 +35,11 @@ impl Supervisor<'_, '_, '_> {
         let shared = self.shared;
         let ledger = &shared.ledger;
         self.wait_for_silence()?;
-        if self.precopy.logs {
+        if self.guest.precopy.logs {
             // While the source waited for the destination, the guest has written more.
             self.harvest(true, |_| ())?;
         }
-        let Some(control) = &mut self.control else {
+        let Some(control) = &mut self.link.control else {
             return Err(MigrationError::LinkLost("no control channel".into()));
         };
         for frame in MissingRuns::frames(ledger.unsent_runs()) {
@@ -48,38 +48,38 @@ impl Supervisor<'_, '_, '_> {
         self.enter(Phase::SwitchOver);
         self.session.close_to_owner();
         // The request to pause stands also if this fails.
-        self.resumes = true;
-        let stopped = self.vm.vcpus.pause(PAUSE_LIMIT)?;
-        self.resumes = stopped.was_running;
-        self.report.paused = !stopped.was_running;
-        self.session.board.set_paused(self.report.paused);
+        self.guest.resumes = true;
+        let stopped = self.guest.vm.vcpus.pause(PAUSE_LIMIT)?;
+        self.guest.resumes = stopped.was_running;
+        self.record.report.paused = !stopped.was_running;
+        self.session.board.set_paused(self.record.report.paused);
         let pausing = Instant::now();
-        self.devices_paused = true;
-        devices::pause(self.vm.devices)?;
+        self.guest.devices_paused = true;
+        devices::pause(self.guest.vm.devices)?;
         let mut devices_took = pausing.elapsed();
         // The VMM's own writes are in the last harvest, or refused.
-        self.frozen = Some(self.vm.machine.ram().freeze()?);
+        self.guest.frozen = Some(self.guest.vm.machine.ram().freeze()?);
         let mut new: Vec<Range<u64>> = Vec::new();
-        if self.precopy.logs {
+        if self.guest.precopy.logs {
             self.harvest(false, |run| match new.last_mut() {
                 Some(last) if last.end == run.start as u64 => last.end = run.end as u64,
                 _ => new.push(run.start as u64..run.end as u64),
             })?;
         }
-        let states = self.vm.vcpus.save()?;
+        let states = self.guest.vm.vcpus.save()?;
         let saving = Instant::now();
-        let devices = devices::save(self.vm.devices)?;
+        let devices = devices::save(self.guest.vm.devices)?;
         devices_took += saving.elapsed();
-        self.report.devices = DeviceFigures {
+        self.record.report.devices = DeviceFigures {
             count: devices.len() as u64,
             bytes: devices.iter().map(|d| d.state.len() as u64).sum(),
             took: devices_took,
         };
-        self.report.first_stop = monotonic_at(stopped.first_stop);
-        self.report.last_stop = monotonic_at(stopped.last_stop);
-        self.report.missing_at_start = ledger.unsent_count();
+        self.record.report.first_stop = monotonic_at(stopped.first_stop);
+        self.record.report.last_stop = monotonic_at(stopped.last_stop);
+        self.record.report.missing_at_start = ledger.unsent_count();
         let counts = (states.len() as u32, devices.len() as u32);
-        let Some(control) = &mut self.control else {
+        let Some(control) = &mut self.link.control else {
             return Err(MigrationError::LinkLost("no control channel".into()));
         };
         for frame in MissingRuns::frames(new) {
@@ -95,13 +95,13 @@ impl Supervisor<'_, '_, '_> {
             control.queue(&Frame::DeviceState(device))?;
         }
         control.queue(&Frame::SwitchOver(SwitchOver {
-            missing_pages: self.report.missing_at_start,
+            missing_pages: self.record.report.missing_at_start,
             vcpus: counts.0,
             devices: counts.1,
-            stopped_at_ns: self.report.last_stop.as_nanos() as u64,
-            paused: self.report.paused,
+            stopped_at_ns: self.record.report.last_stop.as_nanos() as u64,
+            paused: self.record.report.paused,
         }))?;
-        self.report.sent_at = monotonic();
+        self.record.report.sent_at = monotonic();
         control.flush()
     }
 }
