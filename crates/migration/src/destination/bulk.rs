@@ -69,7 +69,7 @@ impl Bulk {
             self.connection.read_exact(&mut head, &wait)?;
             let header = FrameHeader::decode(&head, Side::Source, Role::Bulk)?;
             if header.frame_type != FrameType::Pages {
-                match Frame::decode(&header, &[], inbound.core.pages())? {
+                match Frame::decode(&header, &[], inbound.core.page_count())? {
                     Frame::Alive => continue,
                     other => return Err(MigrationError::unexpected("Pages", &other)),
                 }

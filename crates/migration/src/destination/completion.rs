@@ -37,7 +37,7 @@ impl Supervisor<'_, '_, '_> {
         if announced != found {
             return Err(ProtocolError::MissingCount { announced, found }.into());
         }
-        let left = self.guest.core.left();
+        let left = self.guest.core.pages.left();
         if left > 0 {
             return Err(ProtocolError::Contradiction("it has receipts for missing pages").into());
         }
@@ -70,7 +70,7 @@ impl Supervisor<'_, '_, '_> {
 
     /// Ends the migration here. A VM that lacks no page stays whole.
     pub(super) fn give_up(&mut self) {
-        let whole = self.guest.core.missing() == 0;
+        let whole = self.guest.core.pages.missing() == 0;
         self.events.push_back(if whole {
             Event::GiveUpWhole
         } else {
@@ -84,7 +84,7 @@ impl Supervisor<'_, '_, '_> {
             Stage::Receiving => self.report_pass(),
             Stage::Running => {
                 let total = self.guest.loading.missing_at_start();
-                let done = total.saturating_sub(self.guest.core.left());
+                let done = total.saturating_sub(self.guest.core.pages.left());
                 self.record.observer.progress(Phase::Postcopy, done, total);
             }
             _ => {}
@@ -118,10 +118,10 @@ impl Supervisor<'_, '_, '_> {
             reconnects: self.link.reconnects,
             channels_lost: self.link.channels_lost,
             channels: self.state.channels.clone(),
-            pages_left: self.guest.core.left(),
+            pages_left: self.guest.core.pages.left(),
             page_bytes: (data + urgent) * PAGE_SIZE,
             paused: self.guest.loading.is_paused(),
-            waiting_faults: self.guest.core.waiting.load(Ordering::Relaxed),
+            waiting_faults: self.guest.core.sleepers.waiting.load(Ordering::Relaxed),
             lost_for: self.link.lost_since.map(|since| since.elapsed()),
             last_loss: self.link.last_loss.clone(),
             ..SessionStatus::default()
@@ -172,9 +172,9 @@ impl Supervisor<'_, '_, '_> {
         if let Some(control) = &mut self.link.control {
             let _ = control.send(&error.to_frame());
         }
-        tracing::error!(missing = self.guest.core.missing(), %error, "the VM stays paused");
+        tracing::error!(missing = self.guest.core.pages.missing(), %error, "the VM stays paused");
         let vm = DestinationVm::PausedIncomplete {
-            missing: self.guest.core.missing(),
+            missing: self.guest.core.pages.missing(),
             asleep: self.guest.vm.vcpus.inside(),
         };
         DestinationFailure { vm, error }

@@ -12,7 +12,7 @@
 //! 2. It writes and verifies the bytes.
 //! 3. It calls `Machine::install`.
 //! 4. It clears the missing bit by `PageStates::arrive` (release).
-//! 5. It wakes the threads that sleep until this page arrives ([`Waiters`]).
+//! 5. It wakes the threads that sleep until this page arrives ([`super::sleepers`]).
 //!
 //! Replies on urgent channels are read by a waiting thread that finds no other reader
 //! ([`super::urgent`]). A vCPU that waits alone reads its own reply. No other thread has to wake
@@ -20,31 +20,25 @@
 //! requested, and the supervisor repeats the request.
 
 use super::collapse::Collapser;
+use super::pages::ArrivingPages;
 use super::shared::Letter;
+use super::sleepers::{SLEEP_LIMIT, Sleepers, lock};
 use super::stalls::Stalls;
 use super::urgent::UrgentChannel;
-use crate::bell::Bell;
 use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
-use crate::ledger::runs;
 use crate::mailbox::Mailbox;
 use crate::nap::sleep_on;
-use crate::protocol_error::ProtocolError;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, fence};
 use crate::wire::{PAGE_BYTES, UrgentMessage};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Machine, MachineError};
-use pageferry_userfault::{Claim, PageBitmap, PageStates, Waiters};
+use pageferry_userfault::{Claim, PageBitmap};
 use rustix::event::{PollFd, PollFlags};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::Thread;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
-
-/// The longest sleep of a waiter before it checks its conditions again. It guards against a lost
-/// wake-up. It also bounds the delay until a soft vCPU that waits for a page notices a pause.
-const SLEEP_LIMIT: Duration = Duration::from_millis(5);
 
 /// The longest wait for memory of the host for a page that has come. A guest that needs the page
 /// cannot run without it, so the VM is paused then.
@@ -53,29 +47,16 @@ const SHORTAGE_LIMIT: Duration = Duration::from_secs(60);
 /// The longest wait for a reply that no vCPU waits for. The caller retries.
 const FETCH_LIMIT: Duration = Duration::from_micros(500);
 
-/// The most VMM threads that an arrival wakes. More than these look again every [`SLEEP_LIMIT`].
-const VMM_SLOTS: usize = 8;
-
 /// The shared state of a receiving VM.
 pub(super) struct Core {
     pub(super) machine: Arc<dyn Machine>,
-    pub(super) states: PageStates,
+    pub(super) pages: ArrivingPages,
+    pub(super) sleepers: Sleepers,
     pub(super) urgent: Box<[UrgentChannel]>,
     pub(super) letters: Arc<Mailbox<Letter>>,
     pub(super) stalls: Arc<Stalls>,
-    /// The number of pages that the host maps together.
-    unit: usize,
     /// Makes huge pages of the ranges of memory that are all here.
     collapser: OnceLock<Collapser>,
-    placing: PageBitmap,
-    waiters: Waiters,
-    /// The vCPUs' threads, by slot.
-    threads: Box<[OnceLock<Thread>]>,
-    /// VMM threads that wait for pages now. Their slots follow those of the vCPUs.
-    vmm: [Mutex<Option<Thread>>; VMM_SLOTS],
-    /// The slot + 1 of the thread that sleeps on the urgent channels, or 0.
-    reader: AtomicU64,
-    wake_event: Bell,
     /// Whether the source has handed the VM over: before that, it answers no requests.
     handed_over: AtomicBool,
     /// The reason why no page comes any more, once that is so.
@@ -85,12 +66,6 @@ pub(super) struct Core {
     repeat_due: AtomicBool,
     /// The number of pages that arrived on urgent channels.
     pub(super) urgent_pages: AtomicU64,
-    /// The number of missing pages, from the switch-over on.
-    left: AtomicU64,
-    /// The number of threads that wait for missing pages.
-    pub(super) waiting: AtomicU64,
-    /// The number of cores that this process may use.
-    cores: u64,
 }
 
 impl Core {
@@ -101,30 +76,21 @@ impl Core {
         vcpus: usize,
         urgent_channels: u16,
     ) -> Result<Self, MigrationError> {
-        let pages = machine.ram().pages();
-        let unit = machine.ram().backing().page_size().pages() as usize;
+        let ram = machine.ram();
+        let unit = ram.backing().page_size().pages() as usize;
         Ok(Self {
+            pages: ArrivingPages::new(missing, ram.pages(), unit)?,
             machine,
-            unit,
             collapser: OnceLock::new(),
-            states: PageStates::try_new(missing)?,
+            sleepers: Sleepers::new(vcpus)?,
             stalls: Arc::new(Stalls::new(vcpus)),
-            placing: PageBitmap::try_new(pages as usize)?,
             urgent: (0..urgent_channels).map(|_| UrgentChannel::new()).collect(),
             letters,
-            waiters: Waiters::new(vcpus + VMM_SLOTS),
-            threads: (0..vcpus).map(|_| OnceLock::new()).collect(),
-            vmm: Default::default(),
-            reader: AtomicU64::new(0),
-            wake_event: Bell::new()?,
             handed_over: AtomicBool::new(false),
             over: OnceLock::new(),
             failure: Mutex::new(None),
             repeat_due: AtomicBool::new(false),
             urgent_pages: AtomicU64::new(0),
-            left: AtomicU64::new(0),
-            waiting: AtomicU64::new(0),
-            cores: std::thread::available_parallelism().map_or(1, usize::from) as u64,
         })
     }
 
@@ -145,7 +111,7 @@ impl Core {
     /// never misses one that is here.
     pub(super) fn end(&self, why: &'static str) -> bool {
         let first = self.over.set(why).is_ok();
-        self.wake_all();
+        self.sleepers.wake_all();
         first
     }
 
@@ -167,7 +133,7 @@ impl Core {
     }
 
     /// The size of memory in pages.
-    pub(super) fn pages(&self) -> u64 {
+    pub(super) fn page_count(&self) -> u64 {
         self.machine.ram().pages()
     }
 
@@ -216,7 +182,7 @@ impl Core {
             return;
         }
         let mut from = 0;
-        while let Some(page) = self.states.next_outstanding(from) {
+        while let Some(page) = self.pages.states.next_outstanding(from) {
             let _ =
                 (0..free.len()).any(|next| free[(page.index() + next) % free.len()].request(page));
             from = page.index() + 1;
@@ -229,53 +195,6 @@ impl Core {
         if self.repeat_due.load(Ordering::Relaxed) {
             self.repeat_requests();
         }
-    }
-
-    /// Takes the `placing` bits of `pages` pages from `first`, which must be missing.
-    pub(super) fn begin_placing(&self, first: RamPage, pages: u64) -> Result<(), MigrationError> {
-        let range = first.index()..(first.0 + pages) as usize;
-        let missing = self.states.missing().count_range(range.clone());
-        if missing as u64 == pages && self.placing.set_range(range) as u64 == pages {
-            return Ok(());
-        }
-        Err(ProtocolError::NotMissing { first, pages }.into())
-    }
-
-    /// Takes the `placing` bits of pages that no vCPU can reach yet.
-    pub(super) fn begin_filling(&self, first: RamPage, pages: u64) -> Result<(), MigrationError> {
-        let range = first.index()..(first.0 + pages) as usize;
-        if self.placing.set_range(range) as u64 == pages {
-            return Ok(());
-        }
-        Err(ProtocolError::NotMissing { first, pages }.into())
-    }
-
-    /// Gives back the `placing` bits of pages that are still missing, or that may be filled again.
-    pub(super) fn end_placing(&self, first: RamPage, pages: u64) {
-        self.placing
-            .clear_range(first.index()..(first.0 + pages) as usize);
-    }
-
-    /// The pages that threads place now.
-    pub(super) fn placing(&self) -> &PageBitmap {
-        &self.placing
-    }
-
-    /// Gives back the `placing` bits of all missing pages. No thread places any now.
-    pub(super) fn end_all_placing(&self) {
-        for run in runs(self.states.missing(), 0) {
-            self.end_placing(RamPage(run.start), run.end - run.start);
-        }
-    }
-
-    /// The missing pages are final: from now on they are counted down.
-    pub(super) fn begin_counting(&self) {
-        self.left.store(self.missing(), Ordering::Release);
-    }
-
-    /// The number of missing pages, from the switch-over on.
-    pub(super) fn left(&self) -> u64 {
-        self.left.load(Ordering::Acquire)
     }
 
     /// Does a step of the machine for pages of a VM that may run here and nowhere else. While the
@@ -313,20 +232,17 @@ impl Core {
 
     /// Marks installed pages as present, and wakes their waiters.
     pub(super) fn made_present(&self, first: RamPage, pages: u64) {
-        // `Waiters` knows the sleepers, and a spinner needs no wake-up.
-        let arrived = self.states.arrive(first, pages as usize).newly as u64;
-        if self.left.fetch_sub(arrived, Ordering::AcqRel) == arrived {
+        if self.pages.arrive(first, pages) {
             self.letters.post(Letter::AllHere);
         }
         self.close_stalls(first, pages);
-        self.waiters
-            .arrived(first.0..first.0 + pages, |slot| self.wake(slot));
+        self.sleepers.arrived(first.0..first.0 + pages);
     }
 
     /// Closes the stalls on pages that are present now. A stall on a huge page lasts until its last
     /// piece is present.
     fn close_stalls(&self, first: RamPage, pages: u64) {
-        if self.unit == 1 {
+        if self.pages.unit == 1 {
             return self.stalls.close(first, pages);
         }
         // Of two threads that bring the last pieces, one must find both bits clear.
@@ -334,25 +250,13 @@ impl Core {
         let end = (first.0 + pages) as usize;
         let mut at = first.index();
         while at < end && self.stalls.any_open() {
-            let whole = self.mapped_with(RamPage(at as u64));
+            let whole = self.pages.mapped_with(RamPage(at as u64));
             at = whole.end;
-            if !self.is_any_missing(whole.clone()) {
+            if !self.pages.is_any_missing(whole.clone()) {
                 self.stalls
                     .close(RamPage(whole.start as u64), whole.len() as u64);
             }
         }
-    }
-
-    /// The pages that are mapped together with `page`, and only together.
-    pub(super) fn mapped_with(&self, page: RamPage) -> std::ops::Range<usize> {
-        let start = page.index() - page.index() % self.unit;
-        start..start + self.unit
-    }
-
-    /// Whether a page of `range` is missing.
-    pub(super) fn is_any_missing(&self, range: std::ops::Range<usize>) -> bool {
-        let first = self.states.missing().next_set(range.start);
-        first.is_some_and(|first| first < range.end)
     }
 
     /// Maps every present page of `range` (RAM indices).
@@ -360,7 +264,7 @@ impl Core {
         &self,
         range: std::ops::Range<u64>,
     ) -> Result<(), MigrationError> {
-        let missing = self.states.missing();
+        let missing = self.pages.states.missing();
         let end = range.end as usize;
         let mut at = range.start as usize;
         while let Some(start) = missing.next_clear(at).filter(|start| *start < end) {
@@ -381,7 +285,7 @@ impl Core {
         if let Some(bytes) = bytes {
             message.verify_page(bytes)?;
         }
-        self.begin_placing(message.page, 1)?;
+        self.pages.begin_placing(message.page, 1)?;
         // This comes before the missing bit is cleared (release). A thread that finds no page
         // missing (acquire) also finds the count.
         self.urgent_pages.fetch_add(1, Ordering::Relaxed);
@@ -403,99 +307,17 @@ impl Core {
         Ok(())
     }
 
-    /// Whether more threads wait than there are cores. Then a thread that spins takes time from
-    /// those whose pages have come.
-    pub(super) fn is_crowded(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) > self.cores
-    }
-
     /// Sends queued requests and reads the replies that have arrived, unless other threads do.
     /// Returns the number of pages.
     pub(super) fn pump(&self) -> usize {
         self.urgent.iter().map(|channel| channel.pump(self)).sum()
     }
 
-    /// Makes the calling vCPU thread the owner of `slot`, for wake-ups.
-    pub(super) fn register(&self, slot: usize) {
-        self.threads[slot].get_or_init(|| {
-            crate::latency::prefer_short_slices();
-            std::thread::current()
-        });
-    }
-
-    fn wake(&self, slot: usize) {
-        if self.reader.load(Ordering::SeqCst) == slot as u64 + 1 {
-            self.signal_reader();
-        }
-        if let Some(thread) = self.threads.get(slot) {
-            thread.get().map(Thread::unpark);
-        } else if let Some(thread) = &*lock(&self.vmm[slot - self.threads.len()]) {
-            thread.unpark();
-        }
-    }
-
-    /// Calls `wait` with a slot for the calling VMM thread, or without one if all are taken.
-    pub(super) fn with_vmm_slot<T>(&self, wait: impl FnOnce(Option<usize>) -> T) -> T {
-        let free = self.vmm.iter().position(|slot| {
-            let mut slot = lock(slot);
-            let free = slot.is_none();
-            if free {
-                *slot = Some(std::thread::current());
-            }
-            free
-        });
-        let result = wait(free.map(|index| self.threads.len() + index));
-        if let Some(index) = free {
-            *lock(&self.vmm[index]) = None;
-        }
-        result
-    }
-
-    fn signal_reader(&self) {
-        self.wake_event.ring();
-    }
-
-    /// Wakes all sleepers, for a pause, a failure or the end.
-    pub(super) fn wake_all(&self) {
-        self.signal_reader();
-        for thread in self.threads.iter().filter_map(OnceLock::get) {
-            thread.unpark();
-        }
-        for thread in &self.vmm {
-            lock(thread).as_ref().map(Thread::unpark);
-        }
-    }
-
-    /// Sleeps on the thread that owns `slot` until `page` may have arrived, a reply may have
-    /// arrived, or [`SLEEP_LIMIT`] is over. Calls `ready` once more before it sleeps.
+    /// Sleeps on the thread that owns `slot` until `page` or a reply may have arrived: see
+    /// [`Sleepers::sleep`].
     pub(super) fn sleep(&self, slot: Option<usize>, page: RamPage, ready: impl Fn() -> bool) {
-        let Some(slot) = slot else {
-            return std::thread::sleep(SLEEP_LIMIT);
-        };
-        self.waiters.announce(slot, page.0);
-        let me = slot as u64 + 1;
-        // One of the sleepers polls the channels. It wakes the others.
-        let reads = self
-            .reader
-            .compare_exchange(0, me, Ordering::SeqCst, Ordering::SeqCst)
-            .is_ok();
-        let sleeps = !ready();
-        if sleeps && reads {
-            self.poll(self.wake_event.as_fd(), true);
-        } else if sleeps {
-            std::thread::park_timeout(SLEEP_LIMIT);
-        }
-        self.waiters.withdraw(slot);
-        if reads {
-            // Only the signalled thread empties the eventfd, so that no other thread takes its
-            // signal.
-            self.wake_event.hush();
-            self.reader.store(0, Ordering::SeqCst);
-            // A thread that still sleeps must poll the channels now.
-            if let Some((next_reader, _)) = self.waiters.asleep().next() {
-                self.wake(next_reader);
-            }
-        }
+        self.sleepers
+            .sleep(slot, page, ready, |bell| self.poll(bell, true));
     }
 
     /// Sleeps until `fd` is readable, or [`SLEEP_LIMIT`] is over. With `replies` it also polls the
@@ -519,11 +341,11 @@ impl Core {
     /// Requests a page that no vCPU waits for. Reads replies until the page arrives, for at most
     /// [`FETCH_LIMIT`].
     pub(super) fn fetch(&self, page: RamPage) {
-        if self.states.claim(page) == Claim::Mine {
+        if self.pages.states.claim(page) == Claim::Mine {
             self.request(page, 0);
         }
         let spinner = Spinner::new(FETCH_LIMIT);
-        while self.states.is_missing(page) && spinner.spin() {
+        while self.pages.states.is_missing(page) && spinner.spin() {
             self.pump();
         }
     }
@@ -533,13 +355,4 @@ impl Core {
         self.collapser
             .get_or_init(|| Collapser::start(&self.machine));
     }
-
-    /// Returns the number of missing pages.
-    pub(super) fn missing(&self) -> u64 {
-        self.states.missing().count() as u64
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -71,12 +71,12 @@ fn handle_event(core: &Core, event: FaultEvent, pieces: &mut Pieces) -> Result<(
     core.stalls.note_first(at_ns, event.page, None);
     // This comes before the claim: an arrival after the claim must find the open fault.
     let opened = core.stalls.open(event.page, at_ns);
-    let whole = core.mapped_with(event.page);
+    let whole = core.pages.mapped_with(event.page);
     if whole.len() > 1 {
         // A thread that brings the last piece must find the open fault, or this one no piece
         // missing.
         fence(Ordering::SeqCst);
-        if core.is_any_missing(whole.clone()) {
+        if core.pages.is_any_missing(whole.clone()) {
             pieces.add(whole);
             return Ok(());
         }
@@ -87,7 +87,7 @@ fn handle_event(core: &Core, event: FaultEvent, pieces: &mut Pieces) -> Result<(
         let first = RamPage(whole.start as u64);
         return core.persist(|| core.machine.install(first, whole.len() as u64));
     }
-    match core.states.claim(event.page) {
+    match core.pages.states.claim(event.page) {
         Claim::Mine => {
             core.request(event.page, event.page.index());
             core.pump();

@@ -20,7 +20,8 @@
 //! | `recovery` | takes new channels, and ends old ones |
 //! | `completion` | the end of the session, and the report |
 //! | `bulk`, `urgent` | the channels |
-//! | `core` | the pages, and the threads that wait for them |
+//! | `core` | what the threads of a receiving VM share |
+//! | `pages`, `sleepers` | its pages, and the threads that wait for them |
 //! | `resolver`, `faults`, `pieces` | the faults of vCPUs |
 //! | `stalls`, `stages` | how long vCPUs waited, and for what |
 
@@ -32,6 +33,7 @@ mod config;
 mod core;
 mod desk;
 mod faults;
+mod pages;
 mod pieces;
 mod place;
 mod postcopy;
@@ -40,6 +42,7 @@ mod recovery;
 mod resolver;
 mod setup;
 mod shared;
+mod sleepers;
 mod stages;
 mod stalls;
 mod switchover;
@@ -441,7 +444,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             && let Some(control) = &mut self.link.control
             && control.waiting() == 0
         {
-            let rest = runs(self.guest.core.states.missing(), naming.next);
+            let rest = runs(self.guest.core.pages.states.missing(), naming.next);
             let next = MissingRuns::frames(rest).next().filter(|_| naming.pending);
             let frame = match next {
                 Some(missing) => {

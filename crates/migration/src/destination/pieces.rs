@@ -38,19 +38,20 @@ impl Pieces {
     /// requested.
     pub(super) fn advance(&mut self, core: &Core) -> Result<bool, MigrationError> {
         let before = self.unanswered.len();
-        self.unanswered.retain(|page| core.states.is_missing(*page));
+        self.unanswered
+            .retain(|page| core.pages.states.is_missing(*page));
         let mut busy = self.unanswered.len() < before;
         while self.unanswered.len() < WINDOW
             && let Some(rest) = self.rest.front_mut()
         {
-            let next = core.states.missing().next_set(rest.start);
+            let next = core.pages.states.missing().next_set(rest.start);
             let Some(next) = next.filter(|next| *next < rest.end) else {
                 self.rest.pop_front();
                 continue;
             };
             rest.start = next + 1;
             let page = RamPage(next as u64);
-            if core.states.claim(page) == Claim::Mine {
+            if core.pages.states.claim(page) == Claim::Mine {
                 core.request(page, page.index());
                 self.unanswered.push(page);
                 busy = true;

@@ -99,7 +99,7 @@ impl<'a> Inbound<'a> {
 
     /// Ends pre-copy: SwitchOver has come. Frames are refused until [`Self::begin_postcopy`].
     pub(super) fn end_precopy(&self) -> Result<(), ProtocolError> {
-        if self.stage.close(self.core.placing()) {
+        if self.stage.close(self.core.pages.placing()) {
             return Ok(());
         }
         Err(ProtocolError::Contradiction(
@@ -135,7 +135,7 @@ const SEARCH: u64 = 1 << 16;
 /// Fresh shared memory costs one system call for each of its files.
 fn held(core: &Core) -> Result<PageBitmap, MigrationError> {
     let ram = core.machine.ram();
-    let held = PageBitmap::try_new(core.pages() as usize)?;
+    let held = PageBitmap::try_new(core.page_count() as usize)?;
     if ram.backing() == Backing::Anonymous {
         // All private memory counts as allocated, so a search would find every page. But only this
         // process has it, and drops it at once.
@@ -143,7 +143,7 @@ fn held(core: &Core) -> Result<PageBitmap, MigrationError> {
         let dropped = unsafe { ram.unchecked() }.punch_hole(RamPage(0), ram.pages());
         if dropped.is_err() {
             // The kernel does not drop locked memory.
-            held.set_range(0..core.pages() as usize);
+            held.set_range(0..core.page_count() as usize);
         }
         return Ok(held);
     }
@@ -177,7 +177,7 @@ struct Placing<'a> {
 impl Drop for Placing<'_> {
     fn drop(&mut self) {
         for run in &self.runs[self.arrived..self.taken] {
-            self.core.end_placing(run.first, run.pages.into());
+            self.core.pages.end_placing(run.first, run.pages.into());
         }
     }
 }
@@ -203,7 +203,7 @@ impl<'a> Placer<'a> {
         self.descriptors
             .resize(RunList::descriptors_len(header)?, 0);
         self.connection.read_exact(&mut self.descriptors, wait)?;
-        let list = RunList::decode(header, &self.descriptors, core.pages())?;
+        let list = RunList::decode(header, &self.descriptors, core.page_count())?;
         let mut hasher = header.hasher();
         hasher.update(&self.descriptors);
         // The source sends no page of pre-copy after SwitchOver, and no missing page before
@@ -218,9 +218,9 @@ impl<'a> Placer<'a> {
         };
         for run in list.runs() {
             if postcopy {
-                core.begin_placing(run.first, run.pages.into())?;
+                core.pages.begin_placing(run.first, run.pages.into())?;
             } else {
-                core.begin_filling(run.first, run.pages.into())?;
+                core.pages.begin_filling(run.first, run.pages.into())?;
             }
             placing.taken += 1;
         }

@@ -251,7 +251,7 @@ impl Supervisor<'_, '_, '_> {
     /// Ends the threads that serve faults. No vCPU needs them any more.
     pub(super) fn end_fault_threads(&mut self) {
         self.done.store(true, Ordering::Release);
-        self.guest.core.wake_all();
+        self.guest.core.sleepers.wake_all();
         for thread in self.guest.postcopy.threads.drain(..) {
             // Its panic message was printed.
             let _ = thread.join();

@@ -86,7 +86,7 @@ impl Supervisor<'_, '_, '_> {
         let pages = allocation.done();
         self.record
             .observer
-            .allocated(pages, self.guest.core.pages());
+            .allocated(pages, self.guest.core.page_count());
         self.send(&Frame::SetupProgress(SetupProgress { pages, ready }));
         if ready {
             self.guest.precopy.end();

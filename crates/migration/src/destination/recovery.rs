@@ -55,7 +55,7 @@ impl Supervisor<'_, '_, '_> {
                 }
                 self.link.reconnects += 1;
                 self.link.lost_since = None;
-                let pages = self.guest.core.pages();
+                let pages = self.guest.core.page_count();
                 let connection = Arc::new(connection);
                 let control = ControlLink::new(connection, generation, Side::Source, pages);
                 self.link.protected = control.protection();
@@ -210,7 +210,7 @@ impl Supervisor<'_, '_, '_> {
         for channel in ended {
             channel.end();
         }
-        self.guest.core.end_all_placing();
+        self.guest.core.pages.end_all_placing();
     }
 
     /// Ends one channel, and tells the source how much of it is in place.

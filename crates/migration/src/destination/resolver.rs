@@ -89,7 +89,7 @@ impl Resolver {
     /// begins.
     pub fn pausing(&self) {
         if let Some(core) = self.core.get() {
-            core.wake_all();
+            core.sleepers.wake_all();
         }
     }
 }
@@ -103,11 +103,11 @@ impl Fetch for Core {
     ) -> Result<(), AccessError> {
         let each = || (first.0..first.0 + pages).map(RamPage);
         for page in each() {
-            if self.states.claim(page) == Claim::Mine && !self.is_over() {
+            if self.pages.states.claim(page) == Claim::Mine && !self.is_over() {
                 self.request(page, 0);
             }
         }
-        self.with_vmm_slot(|slot| {
+        self.sleepers.with_vmm_slot(|slot| {
             for page in each() {
                 match wait(self, slot, page, stop) {
                     Ok(Fetched::Kicked) => return Err(AccessError::Stopped(page)),
@@ -139,7 +139,7 @@ fn resolve(
     page: RamPage,
     kicker: &dyn Kicker,
 ) -> Result<Fetched, MigrationError> {
-    match core.states.claim(page) {
+    match core.pages.states.claim(page) {
         Claim::Present => {
             // It arrived after the fault, or was never missing and only not mapped.
             core.persist(|| core.machine.install(page, 1))?;
@@ -148,7 +148,7 @@ fn resolve(
         Claim::Mine => core.request(page, vcpu as usize),
         Claim::Others => {}
     }
-    core.register(vcpu as usize);
+    core.sleepers.register(vcpu as usize);
     let stop = || kicker.is_kicked();
     wait(core, Some(vcpu as usize), page, &stop)
 }
@@ -158,14 +158,14 @@ struct Waiting<'a>(&'a Core);
 
 impl<'a> Waiting<'a> {
     fn new(core: &'a Core) -> Self {
-        core.waiting.fetch_add(1, Ordering::Relaxed);
+        core.sleepers.waiting.fetch_add(1, Ordering::Relaxed);
         Self(core)
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
+        self.0.sleepers.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -179,7 +179,7 @@ fn wait(
     let _waiting = Waiting::new(core);
     let mut spinner = Spinner::new(FAULT_SPIN);
     loop {
-        if !core.states.is_missing(page) {
+        if !core.pages.states.is_missing(page) {
             return Ok(Fetched::Arrived);
         }
         core.check_goes_on()?;
@@ -189,9 +189,9 @@ fn wait(
         if core.pump() > 0 {
             continue;
         }
-        if core.is_crowded() || !spinner.spin() {
+        if core.sleepers.is_crowded() || !spinner.spin() {
             core.sleep(slot, page, || {
-                !core.states.is_missing(page) || core.is_over() || stop()
+                !core.pages.states.is_missing(page) || core.is_over() || stop()
             });
             spinner = Spinner::new(FAULT_SPIN);
         }

@@ -61,7 +61,7 @@ impl Supervisor<'_, '_, '_> {
         self.guest.loading.begun = true;
         for run in &runs.runs {
             let pages = run.start as usize..run.end as usize;
-            self.guest.core.states.missing().set_range(pages);
+            self.guest.core.pages.states.missing().set_range(pages);
         }
         Ok(())
     }
@@ -89,7 +89,7 @@ impl Supervisor<'_, '_, '_> {
             return Err(ProtocolError::SwitchOverTooEarly.into());
         }
         self.enter(Phase::SwitchOver);
-        let found = self.guest.core.missing();
+        let found = self.guest.core.pages.missing();
         if found != announced.missing_pages {
             let announced = announced.missing_pages;
             return Err(ProtocolError::MissingCount { announced, found }.into());
@@ -109,7 +109,7 @@ impl Supervisor<'_, '_, '_> {
         self.guest.loading.decoded = devices.decode(announced.devices)?;
         self.link.inbound.end_precopy()?;
         // Before VMM threads get in: they read replies, and a page that arrives is counted down.
-        self.guest.core.begin_counting();
+        self.guest.core.pages.begin_counting();
         self.guest.vm.machine.begin_postcopy()?;
         // Before the vCPUs' states: with minor faults, the first touch of a page that is here sleeps
         // too. A missing page comes only after `Go`, so `Vcpus::restore` must not need one.

@@ -268,7 +268,7 @@ impl Open {
             self.filled += got;
             let mut at = 0;
             while let Some(head) = self.buffer[at..self.filled].first_chunk::<URGENT_BYTES>() {
-                let message = UrgentMessage::decode(head, Side::Source, core.pages())?;
+                let message = UrgentMessage::decode(head, Side::Source, core.page_count())?;
                 let body = &self.buffer[at + URGENT_BYTES..self.filled];
                 let bytes = match message.kind {
                     UrgentKind::Page => match body.first_chunk::<PAGE_BYTES>() {
