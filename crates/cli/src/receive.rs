@@ -60,12 +60,10 @@ pub(crate) fn receive(
     let _metrics = crate::metrics::serve(&args.metrics, &host)?;
     let destination = listen(args)?;
     host.set_destination(&destination);
-    if args.delivery.delivery.0.is_none() && kvm::probe_vm().is_ok() {
-        // Before a source hears of this destination: beside a migration, the trials would measure
-        // that, and choose a delivery that costs the guest more.
-        kvm::delivery_trials();
-    }
     announce(args, &destination);
+    if args.delivery.delivery.0.is_none() {
+        try_deliveries();
+    }
     if let Some((_, path)) = &server {
         detach::ready(detached, path, control.is_none())?;
     }
@@ -114,6 +112,15 @@ pub(crate) fn receive(
             _ => return Err(failure),
         }
     }
+}
+
+/// Begins the trials that choose a delivery for a VM on KVM, so that none waits for them later. They
+/// may take seconds on a busy host, and a source may be here at once: sources of other VMs need not
+/// wait at all.
+fn try_deliveries() {
+    let trials = std::thread::Builder::new().name("trials".into());
+    // Without a thread, a VM on KVM makes them when it comes.
+    let _ = trials.spawn(|| kvm::probe_vm().map(|()| kvm::delivery_trials()));
 }
 
 /// Whether a destination whose source failed waits for the next one. A demo has only one source.
