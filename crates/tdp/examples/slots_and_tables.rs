@@ -10,11 +10,13 @@
 //! ```
 #![expect(unsafe_code, reason = "hands out tables from the heap")]
 
+mod heap;
+
+use heap::Heap;
 use pageferry_addr::{Gfn, GfnRange, Hva, PAGE_SHIFT, Pfn};
 use pageferry_memslot::{Limits, Request, SlotFlags, SlotReader, SlotTable, SlotWriter};
 use pageferry_tdp::format::{Access, Ept4NoAd, Format as _, MemoryType, Writes};
 use pageferry_tdp::{Entry, Fault, Flush, Log, Mmu, Platform, Refused, Target, largest_level};
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
@@ -37,33 +39,24 @@ struct Host {
     guest: RwLock<()>,
 }
 
-fn layout(entries: usize) -> Layout {
-    Layout::from_size_align(entries * 8, entries * 8).expect("a power of two")
-}
-
-// SAFETY: 1. The allocator's memory is zeroed and aligned to its size. 2. Its addresses differ, and
-// are exposed. 3. vCPUs translate inside the guest only, at each access. A flush waits until they
-// have left. 4. The threads end before the MMU is dropped.
+// SAFETY: 1. and 2. The tables are those of `Heap`. 3. vCPUs translate inside the guest only, at each
+// access. A flush waits until they have left. 4. The threads end before the MMU is dropped.
 unsafe impl Platform for Host {
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
-        // SAFETY: not of size 0.
-        let table = NonNull::new(unsafe { alloc_zeroed(layout(entries)) })?;
-        table.as_ptr().expose_provenance();
-        Some(table.cast())
+        Heap.allocate_table(entries)
     }
 
     unsafe fn free_table(&self, table: NonNull<Entry>, entries: usize) {
         // SAFETY: from `allocate_table`, with the same size.
-        unsafe { dealloc(table.as_ptr().cast(), layout(entries)) }
+        unsafe { Heap.free_table(table, entries) }
     }
 
     fn frame(&self, table: NonNull<Entry>) -> Pfn {
-        Pfn(table.as_ptr() as u64 >> PAGE_SHIFT)
+        Heap.frame(table)
     }
 
     fn pointer(&self, table: Pfn) -> NonNull<Entry> {
-        let address = (table.0 << PAGE_SHIFT) as usize;
-        NonNull::new(std::ptr::with_exposed_provenance_mut(address)).expect("a table's frame")
+        Heap.pointer(table)
     }
 
     fn flush(&self, _: Flush) {

@@ -5,7 +5,8 @@ use pageferry_addr::{PAGE_SHIFT, Pfn};
 use pageferry_tdp::{Entry, Flush, Platform};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 
-struct Heap;
+/// The platform.
+pub(crate) struct Heap;
 
 fn layout(entries: usize) -> Layout {
     Layout::from_size_align(entries * 8, entries * 8).unwrap()
