@@ -142,13 +142,11 @@ impl KvmFaults {
         missing: &Arc<PageBitmap>,
         options: &ArmOptions,
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
-        let ram = &self.path.ram;
-        options.check(ram.pages(), ram.backing())?;
+        let usable = || self.deliveries();
+        let in_use = trial::delivery_for(self.vcpus, &self.path.ram, options, usable)?;
         if options.delivery == Some(Delivery::Poison) {
             return Err(MachineError::NoDelivery(Delivery::Poison));
         }
-        let usable = || self.deliveries();
-        let in_use = trial::delivery_for(self.vcpus, ram.backing(), options.delivery, usable)?;
         events::arm(&self.path, missing, in_use, options, &|region, bits| {
             self.set(region, bits)
         })

@@ -49,8 +49,8 @@ pub fn create_pluggable(
 ///
 /// # Errors
 /// As [`create_with`]. [`MachineError::Adopt`] if the VMM has mapped the memory for its guest
-/// itself ([`AdoptedRegion::mapped_at`](crate::AdoptedRegion::mapped_at)): [`KvmFaults`](super::faults::KvmFaults) serves
-/// such memory. [`MachineError::Layout`] if a region reaches into the 20 MiB below 4 GiB.
+/// itself ([`AdoptedRegion::mapped_at`](crate::AdoptedRegion::mapped_at)):
+/// [`KvmFaults`](super::faults::KvmFaults) serves such memory. [`MachineError::Layout`] if a region reaches into the 20 MiB below 4 GiB.
 /// Interrupt controllers and KVM's own pages are there.
 pub fn create_on(
     vcpus: u32,
@@ -101,10 +101,7 @@ impl Machine for KvmMachine {
         options: ArmOptions,
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
         let vm = &self.0;
-        options.check(vm.ram.pages(), vm.ram.backing())?;
-        let backing = vm.ram.backing();
-        let usable = || trial::deliveries_on(backing);
-        let in_use = trial::delivery_for(vm.vcpus, backing, options.delivery, usable)?;
+        let in_use = trial::delivery_for(vm.vcpus, &vm.ram, &options, || self.deliveries())?;
         vm.arm(&missing, in_use, &options)
     }
 

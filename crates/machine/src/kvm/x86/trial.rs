@@ -15,8 +15,8 @@ use super::shared::VmShared;
 use super::userfault::{only_delivery, userfaultfd_deliveries};
 use super::vm::{KvmOptions, NewVm, create};
 use crate::{
-    Backing, Delivery, DeliveryInUse, DeliveryTrial, Exit, FaultEvents, MachineError, MachineSpec,
-    Vcpu,
+    ArmOptions, Backing, Delivery, DeliveryInUse, DeliveryTrial, Exit, FaultEvents, GuestRam,
+    MachineError, MachineSpec, Vcpu,
 };
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
@@ -58,18 +58,19 @@ pub(super) fn deliveries_on(backing: Backing) -> Vec<Delivery> {
     found
 }
 
-/// The delivery for a VM of `vcpus` vCPUs with memory of `backing`: the `wanted` one, or else one of
+/// The delivery for a VM of `vcpus` vCPUs with this memory: the one of `options`, or else one of
 /// those that are `usable`, which are in the order of [`deliveries_on`].
 ///
 /// # Errors
-/// As [`choose`].
+/// As [`choose`], and if the options do not fit the memory.
 pub(super) fn delivery_for(
     vcpus: u32,
-    backing: Backing,
-    wanted: Option<Delivery>,
+    ram: &GuestRam,
+    options: &ArmOptions,
     usable: impl FnOnce() -> Vec<Delivery>,
 ) -> Result<DeliveryInUse, MachineError> {
-    match (wanted, only_delivery(backing)) {
+    options.check(ram.pages(), ram.backing())?;
+    match (options.delivery, only_delivery(ram.backing())) {
         (Some(delivery), _) => Ok(requested(delivery)),
         (None, None) => choose(vcpus, &usable()),
         (None, Some((delivery, because))) => Ok(DeliveryInUse {
@@ -99,11 +100,12 @@ fn deliveries() -> Vec<Delivery> {
 fn choose(vcpus: u32, among: &[Delivery]) -> Result<DeliveryInUse, MachineError> {
     let trial = trial(vcpus > usable().count());
     let measured = trial.per_fault.iter();
-    let (mut quiet, frees): (Vec<_>, Vec<_>) = measured
+    let mut measured: Vec<_> = measured
         .filter(|(delivery, _)| among.contains(delivery))
-        .partition(|(delivery, _)| *delivery != Delivery::Missing);
-    quiet.extend(frees);
-    if let [(delivery, fastest), others @ ..] = &quiet[..] {
+        .collect();
+    // The others stay in their order.
+    measured.sort_by_key(|(delivery, _)| *delivery == Delivery::Missing);
+    if let [(delivery, fastest), others @ ..] = &measured[..] {
         let others: String = others
             .iter()
             .map(|(other, time)| match other {
