@@ -12,7 +12,7 @@ use crate::nap::sleep_on;
 use crate::outbox::Outbox;
 use crate::protocol_error::ProtocolError;
 use crate::report::Protected;
-use crate::session::Generation;
+use crate::session::{ChannelId, Generation};
 use crate::wire::{
     Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DEVICE_STATES_BYTES, Role, Side, WireError,
 };
@@ -32,10 +32,32 @@ pub(crate) const MAX_ANSWERS: usize = 256 << 10;
 /// The longest wait of a side that has ended for the peer to read its last frame.
 const LAST_FRAME_LIMIT: Duration = Duration::from_millis(200);
 
-/// How long the loss of another channel waits for the peer's last word on the control channel,
-/// before the hand-over. A peer that ends a migration says why and closes all channels, and the
-/// networks of two connections keep no order.
-pub(crate) const LAST_WORD_LIMIT: Duration = Duration::from_millis(200);
+/// How long the loss of another channel waits for the peer's last word on the control channel.
+const LAST_WORD_LIMIT: Duration = Duration::from_millis(200);
+
+/// A channel that was lost before the hand-over, while the peer may have said why on the control
+/// channel. A peer that ends a migration says why and closes all channels, and the networks of two
+/// connections keep no order.
+#[derive(Debug, Default)]
+pub(crate) struct PendingLoss(Option<(Instant, Loss)>);
+
+/// A channel of a generation, and the reason for its loss.
+pub(crate) type Loss = (Generation, ChannelId, MigrationError);
+
+impl PendingLoss {
+    /// Keeps the first loss.
+    pub(crate) fn keep(&mut self, loss: Loss) {
+        self.0.get_or_insert((Instant::now(), loss));
+    }
+
+    /// Takes the loss, if the peer has not said why for long enough.
+    pub(crate) fn take_due(&mut self) -> Option<Loss> {
+        let due = self
+            .0
+            .take_if(|(since, _)| since.elapsed() >= LAST_WORD_LIMIT);
+        due.map(|(_, loss)| loss)
+    }
+}
 
 /// A control channel.
 pub(crate) struct ControlLink {

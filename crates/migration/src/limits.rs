@@ -36,11 +36,9 @@ impl Limits {
     /// The shortest `dead_after`: a busy host may not schedule a thread for this long.
     pub const MIN_DEAD_AFTER: Duration = Duration::from_millis(100);
 
-    /// The interval in which a side says something on each channel. The other side's patience is not
-    /// known here, and may be the least.
-    pub(crate) fn interval(&self) -> Duration {
-        Self::MIN_DEAD_AFTER / 4
-    }
+    /// The interval in which a side says something on each channel: a quarter of the least patience,
+    /// as that of the other side is not known here.
+    pub(crate) const INTERVAL: Duration = Duration::from_millis(25);
 }
 
 /// The longest silence that a channel may have now. It changes when the VM is handed over.

@@ -60,19 +60,17 @@ use self::place::Inbound;
 use self::shared::Letter;
 use crate::address::Address;
 use crate::channel::Listener;
-use crate::control::ControlLink;
+use crate::control::{ControlLink, PendingLoss};
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
 use crate::handshake::{Acceptor, Protection, Stranger};
 use crate::ledger::runs;
-use crate::limits::Patience;
+use crate::limits::{Limits, Patience};
 use crate::phase::{Observer, Phase};
 use crate::quota::Quota;
 use crate::report::{DestinationReport, PhaseStart, Protected, StallRow};
 use crate::session::destination::{Action, Destination as Session, End, Event, Stage, step};
-use crate::session::{
-    ChannelId, DestinationStage, Generation, SourceStage, ToDestination, ToSource,
-};
+use crate::session::{DestinationStage, SourceStage, ToDestination, ToSource};
 use crate::status::{Board, SessionStatus};
 use crate::sync::AtomicBool;
 use crate::vm::RunningVm;
@@ -273,8 +271,7 @@ struct Connections<'s, 'e> {
     losses: Quota,
     /// The open channels that were lost.
     channels_lost: u64,
-    /// A channel that was lost before the hand-over, while the source may have said why.
-    lost_channel: Option<(Instant, Generation, ChannelId, MigrationError)>,
+    pending_loss: PendingLoss,
     /// Since when there is no control channel.
     lost_since: Option<Instant>,
     reconnects: u32,
@@ -557,7 +554,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     /// Says `Alive` in time, notices silence, and hears `stop`.
     fn keep_time(&mut self) {
-        let interval = self.host.config.limits.interval();
+        let interval = Limits::INTERVAL;
         let patience = self.link.patience.get();
         if let Some(control) = &mut self.link.control {
             if control.is_silent(patience) {
@@ -611,7 +608,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 control.interest(),
             ));
         }
-        let nap = self.host.config.limits.interval().min(LONGEST_SLEEP);
+        let nap = Limits::INTERVAL.min(LONGEST_SLEEP);
         crate::nap::sleep_on(&mut fds, nap);
     }
 }

@@ -7,7 +7,7 @@ use super::bulk::Bulk;
 use super::shared::Letter;
 use super::{Stage, Supervisor};
 use crate::channel::Connection;
-use crate::control::{ControlLink, LAST_WORD_LIMIT};
+use crate::control::ControlLink;
 use crate::error::MigrationError;
 use crate::session::destination::Event;
 use crate::session::{ChannelId, Generation, ToSource};
@@ -163,8 +163,7 @@ impl Supervisor<'_, '_, '_> {
             return self.lose_control(error);
         }
         if error.is_lost() && self.state.stage == Stage::Receiving && self.link.control.is_some() {
-            let loss = (Instant::now(), generation, id, error);
-            self.link.lost_channel.get_or_insert(loss);
+            self.link.pending_loss.keep((generation, id, error));
             return;
         }
         self.note_loss(error);
@@ -173,8 +172,7 @@ impl Supervisor<'_, '_, '_> {
 
     /// A channel is lost, and the source has not said why.
     pub(super) fn conclude_loss(&mut self) {
-        let over = |(since, ..): &mut (Instant, _, _, _)| since.elapsed() >= LAST_WORD_LIMIT;
-        if let Some((_, generation, id, error)) = self.link.lost_channel.take_if(over) {
+        if let Some((generation, id, error)) = self.link.pending_loss.take_due() {
             self.note_loss(error);
             self.events.push_back(Event::ChannelLost(generation, id));
         }

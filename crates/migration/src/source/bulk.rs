@@ -11,6 +11,7 @@ use crate::bell::Bell;
 use crate::channel::{Connection, Wait};
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
+use crate::limits::Limits;
 use crate::nap::sleep_on;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
@@ -112,7 +113,7 @@ impl Bulk<'_> {
                 said = Instant::now();
                 continue;
             }
-            if said.elapsed() >= self.shared.limits.interval() {
+            if said.elapsed() >= Limits::INTERVAL {
                 self.connection.write_all(&alive, &wait)?;
                 said = Instant::now();
             }
@@ -273,7 +274,7 @@ impl Bulk<'_> {
         let shared = self.shared;
         let nap = match next {
             Next::GiveWay => GIVE_WAY,
-            Next::Limited(wait) => wait.min(shared.limits.interval()),
+            Next::Limited(wait) => wait.min(Limits::INTERVAL),
             // Pages that were unsent before the bell was hushed are seen here.
             Next::Rest
                 if matches!(shared.mode(), Mode::Copy | Mode::Push)
@@ -281,7 +282,7 @@ impl Bulk<'_> {
             {
                 return;
             }
-            _ => shared.limits.interval(),
+            _ => Limits::INTERVAL,
         };
         let mut fds = [
             PollFd::new(self.connection, PollFlags::IN),

@@ -101,12 +101,7 @@ impl Others<'_> {
             let mut first = Ok(());
             for id in channel_ids(self.config) {
                 let (sender, over) = (sender.clone(), &over);
-                let key = ChannelKey {
-                    role: id.role,
-                    index: id.index,
-                    generation: 1,
-                    incarnation: id.incarnation,
-                };
+                let key = id.key(1);
                 let spawned = std::thread::Builder::new()
                     .name("pf-check".into())
                     .spawn_scoped(scope, move || {

@@ -62,15 +62,16 @@ pub use urgent::URGENT_SPIN;
 use self::recovery::Channels;
 use self::shared::{Letter, Mode, Shared};
 use crate::clock::monotonic;
-use crate::control::ControlLink;
+use crate::control::{ControlLink, PendingLoss};
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
 use crate::handshake::Identity;
 use crate::ledger::Ledger;
+use crate::limits::Limits;
 use crate::phase::{Observer, Phase};
 use crate::report::{PhaseStart, SourceReport};
 use crate::session::source::{Action, End, Event, Link, Source, Stage, step};
-use crate::session::{ChannelId, Generation, ToDestination, ToSource};
+use crate::session::{ToDestination, ToSource};
 use crate::settings::Settings;
 use crate::sync::Ordering;
 use crate::vm::RunningVm;
@@ -220,7 +221,7 @@ fn attempt(
                 channels: Channels::new(dialler, route.clone()),
                 named: (None, 0),
                 last_loss: None,
-                lost_channel: None,
+                pending_loss: PendingLoss::default(),
                 lost_since: None,
             },
             guest: Guest {
@@ -277,8 +278,7 @@ struct Connections<'s, 'e, 'a> {
     named: (Option<PageBitmap>, u64),
     /// The reason why the last channel was lost.
     last_loss: Option<String>,
-    /// A channel that was lost before the hand-over, while the destination may have said why.
-    lost_channel: Option<(Instant, Generation, ChannelId, MigrationError)>,
+    pending_loss: PendingLoss,
     /// Since when there is no control channel.
     lost_since: Option<Instant>,
 }
@@ -604,7 +604,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     /// Says `Alive` in time, notices silence, and gives up in time.
     fn keep_time(&mut self) {
-        let interval = self.config.limits.interval();
+        let interval = Limits::INTERVAL;
         let patience = if self.state.stage == Stage::Setup {
             self.config.setup_limit
         } else {
@@ -655,7 +655,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 control.interest(),
             ));
         }
-        let nap = self.config.limits.interval().min(LONGEST_SLEEP);
+        let nap = Limits::INTERVAL.min(LONGEST_SLEEP);
         crate::nap::sleep_on(&mut fds, nap);
     }
 

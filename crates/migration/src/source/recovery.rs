@@ -14,7 +14,6 @@ use super::{Supervisor, Threads};
 use crate::address::Address;
 use crate::bell::Bell;
 use crate::channel::{Connection, Wait};
-use crate::control::LAST_WORD_LIMIT;
 use crate::error::MigrationError;
 use crate::handshake::{self, HandshakeError, Identity, Opened, Protection};
 use crate::ledger::{clear_all, runs};
@@ -180,26 +179,16 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
         shared
             .generation
             .store(generation, crate::sync::Ordering::Release);
-        let key = ChannelKey {
-            role: Role::Control,
-            index: 0,
-            generation,
-            incarnation: 1,
-        };
+        let key = ChannelKey::control(generation);
         self.dialler
             .dial(&self.route, key, &mut self.control, CONTROL_THREADS);
     }
 
     /// Opens another channel.
     pub(super) fn dial(&mut self, generation: Generation, id: ChannelId) {
-        let key = ChannelKey {
-            role: id.role,
-            index: id.index,
-            generation,
-            incarnation: id.incarnation,
-        };
         let attempts = self.others.entry((id.role, id.index)).or_default();
-        self.dialler.dial(&self.route, key, attempts, 1);
+        self.dialler
+            .dial(&self.route, id.key(generation), attempts, 1);
     }
 
     /// Starts the thread of an open channel.
@@ -488,8 +477,7 @@ impl Supervisor<'_, '_, '_> {
             return self.lose_control(error);
         }
         if error.is_lost() && !self.state.has_handed_over() && self.link.control.is_some() {
-            let loss = (Instant::now(), generation, id, error);
-            self.link.lost_channel.get_or_insert(loss);
+            self.link.pending_loss.keep((generation, id, error));
             return;
         }
         self.note_loss(error);
@@ -498,8 +486,7 @@ impl Supervisor<'_, '_, '_> {
 
     /// A channel is lost, and the destination has not said why.
     pub(super) fn conclude_loss(&mut self) {
-        let over = |(since, ..): &mut (Instant, _, _, _)| since.elapsed() >= LAST_WORD_LIMIT;
-        if let Some((_, generation, id, error)) = self.link.lost_channel.take_if(over) {
+        if let Some((generation, id, error)) = self.link.pending_loss.take_due() {
             self.note_loss(error);
             self.events.push_back(Event::ChannelLost(generation, id));
         }

@@ -2,7 +2,7 @@
 
 use crate::error::MigrationError;
 use crate::ledger::Ledger;
-use crate::limits::{Limits, Patience};
+use crate::limits::Patience;
 use crate::mailbox::Mailbox;
 use crate::session::source::Event;
 use crate::session::{ChannelId, Generation};
@@ -115,7 +115,6 @@ pub(super) struct Shared<'a> {
     pub(super) ram: &'a GuestRam,
     pub(super) ledger: Ledger,
     pub(super) letters: &'a Mailbox<Letter>,
-    pub(super) limits: &'a Limits,
     pub(super) patience: Patience,
     pub(super) figures: Figures,
     pub(super) limiter: Limiter,
@@ -147,13 +146,11 @@ impl<'a> Shared<'a> {
         config: &'a SourceConfig,
         vcpus: usize,
     ) -> Self {
-        let limits = &config.limits;
         Self {
             ram,
             ledger,
             letters,
-            limits,
-            patience: Patience::new(limits.silence),
+            patience: Patience::new(config.limits.silence),
             figures: Figures::default(),
             limiter: Limiter::new(),
             worked: Worked::default(),

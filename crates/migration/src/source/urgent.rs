@@ -10,6 +10,7 @@ use super::shared::{Mode, Shared};
 use crate::bell::Bell;
 use crate::channel::{Connection, Spinner, Wait};
 use crate::error::MigrationError;
+use crate::limits::Limits;
 use crate::nap::sleep_on;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
@@ -107,7 +108,7 @@ impl<'a> Urgent<'a> {
                 spinner = Spinner::new(URGENT_SPIN);
                 continue;
             }
-            if said.elapsed() >= self.shared.limits.interval() {
+            if said.elapsed() >= Limits::INTERVAL {
                 self.connection.write_all(&UrgentMessage::alive(), &wait)?;
                 said = Instant::now();
             }
@@ -171,7 +172,7 @@ impl<'a> Urgent<'a> {
             PollFd::new(self.connection, PollFlags::IN),
             PollFd::new(self.bell, PollFlags::IN),
         ];
-        sleep_on(&mut fds, self.shared.limits.interval());
+        sleep_on(&mut fds, Limits::INTERVAL);
         self.bell.hush();
     }
 }

@@ -3,7 +3,7 @@
 use core::fmt;
 
 use super::error::in_range;
-use super::{MAX_CHANNELS, Role, WireError};
+use super::{ChannelKey, MAX_CHANNELS, Role, WireError};
 
 /// One incarnation of a bulk or urgent channel, within the generation of the control channel that
 /// names it.
@@ -18,6 +18,17 @@ pub struct ChannelId {
 }
 
 impl ChannelId {
+    /// Returns the channel's key in a generation.
+    #[must_use]
+    pub const fn key(self, generation: u32) -> ChannelKey {
+        ChannelKey {
+            role: self.role,
+            index: self.index,
+            generation,
+            incarnation: self.incarnation,
+        }
+    }
+
     /// Returns the values of a header's `count` and `arg`.
     pub(super) fn to_header(self, what: &'static str) -> Result<(u32, u64), WireError> {
         let (count, index, incarnation) = (self.role as u32, self.index, self.incarnation);
