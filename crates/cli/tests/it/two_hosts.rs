@@ -24,14 +24,10 @@ impl Pair {
         let hosts = two_hosts::or_skip(&Link::new(rate))?;
         let authority = Authority::new("test");
         let files = ["here", "there"].map(|host| authority.issue(&[host], Now));
-        let of = |host| netns::command(hosts.name(host), PAGEFERRY);
-        let listen = format!("{}:0", hosts.address(Host::B));
         let flags = files[1].flags("here");
         let mut more: Vec<&str> = flags.iter().map(String::as_str).collect();
         more.extend(["--dead-after", "500ms"]);
-        let destination = Destination::start_by(of(Host::B), &listen, &more);
-        let source = Source::start_by(of(Host::A), "soft", "16M");
-        source.wait_until_all_is_written();
+        let (source, destination) = both(&hosts, &more);
         Some(Self {
             hosts,
             source,
@@ -81,6 +77,25 @@ impl Pair {
         });
         assert!(session["reconnects"].as_u64().unwrap() >= 1, "{session}");
     }
+}
+
+/// A VM on the first host that has written all of its memory, and a destination with these flags on
+/// the second.
+fn both(hosts: &TwoHosts, flags: &[&str]) -> (Source, Destination) {
+    let of = |host| netns::command(hosts.name(host), PAGEFERRY);
+    let listen = format!("{}:0", hosts.address(Host::B));
+    let destination = Destination::start_by(of(Host::B), &listen, flags);
+    let source = Source::start_by(of(Host::A), "soft", "16M");
+    source.wait_until_all_is_written();
+    (source, destination)
+}
+
+/// The VM has left the first host, and is whole on the second.
+fn assert_arrived(source: Source, destination: Destination) {
+    source.process.end().assert_ok();
+    assert_whole(&destination.socket);
+    destination.process.interrupt();
+    destination.process.end().assert_ok();
 }
 
 fn session(socket: &Path) -> Option<serde_json::Value> {
@@ -157,10 +172,7 @@ fn a_path_that_drops_large_packets_is_found_before_the_hand_over() {
     let Some(hosts) = two_hosts::or_skip(&dropping()) else {
         return;
     };
-    let of = |host| netns::command(hosts.name(host), PAGEFERRY);
-    let listen = format!("{}:0", hosts.address(Host::B));
-    let destination = Destination::start_by(of(Host::B), &listen, &["--insecure"]);
-    let source = Source::start_by(of(Host::A), "soft", "16M");
+    let (source, destination) = both(&hosts, &["--insecure"]);
     let to = &destination.address;
     for more in [&["--check"][..], &[], &["--precopy-passes", "0"]] {
         let began = Instant::now();
@@ -179,10 +191,7 @@ fn a_path_that_drops_large_packets_is_found_before_the_hand_over() {
     let check = source.migrate_with(to, &["--insecure", "--check"]).end();
     check.assert_ok();
     source.migrate_with(to, &["--insecure"]).end().assert_ok();
-    source.process.end().assert_ok();
-    assert_whole(&destination.socket);
-    destination.process.interrupt();
-    destination.process.end().assert_ok();
+    assert_arrived(source, destination);
 }
 
 /// The hosts believe in larger packets than a handshake sends, and the path drops these. No channel
@@ -193,17 +202,10 @@ fn a_path_that_drops_packets_beyond_those_of_ethernet_carries_a_vm() {
     let Some(hosts) = two_hosts::or_skip(&link) else {
         return;
     };
-    let of = |host| netns::command(hosts.name(host), PAGEFERRY);
-    let listen = format!("{}:0", hosts.address(Host::B));
-    let destination = Destination::start_by(of(Host::B), &listen, &["--insecure"]);
-    let source = Source::start_by(of(Host::A), "soft", "16M");
-    source.wait_until_all_is_written();
+    let (source, destination) = both(&hosts, &["--insecure"]);
     let to = &destination.address;
     source.migrate_with(to, &["--insecure"]).end().assert_ok();
-    source.process.end().assert_ok();
-    assert_whole(&destination.socket);
-    destination.process.interrupt();
-    destination.process.end().assert_ok();
+    assert_arrived(source, destination);
 }
 
 /// The path loses its large packets once the VM is handed over: it is lost, and found again when
@@ -217,12 +219,8 @@ fn a_path_that_begins_to_drop_large_packets_delays_a_vm() {
     let Some(hosts) = two_hosts::or_skip(&link(128 << 10)) else {
         return;
     };
-    let of = |host| netns::command(hosts.name(host), PAGEFERRY);
-    let listen = format!("{}:0", hosts.address(Host::B));
     let flags = ["--insecure", "--dead-after", "500ms"];
-    let destination = Destination::start_by(of(Host::B), &listen, &flags);
-    let source = Source::start_by(of(Host::A), "soft", "16M");
-    source.wait_until_all_is_written();
+    let (source, destination) = both(&hosts, &flags);
     let more = [&flags[..], &["--precopy-passes", "0"]].concat();
     let migrate = source.migrate_with(&destination.address, &more);
     wait_for("the guest to run there", || {
@@ -237,8 +235,5 @@ fn a_path_that_begins_to_drop_large_packets_delays_a_vm() {
     ended.assert_ok();
     let report = ended.json();
     assert!(report["channels_lost"].as_u64().unwrap() >= 1, "{report}");
-    source.process.end().assert_ok();
-    assert_whole(&destination.socket);
-    destination.process.interrupt();
-    destination.process.end().assert_ok();
+    assert_arrived(source, destination);
 }
