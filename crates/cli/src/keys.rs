@@ -7,9 +7,9 @@
 //! **Mechanism.** One thread reads when there is something to read, and looks around at intervals.
 //! A process in the background does not read, since that would stop it.
 
-use crate::signals::Interrupts;
+use crate::signals::{Interrupts, sleep_on};
 use crate::terminal;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::{Errno, read};
 use rustix::stdio::stdin;
 use rustix::termios::isatty;
@@ -98,16 +98,10 @@ impl Keys {
 
     /// Reads what is there, after a short wait at most. Returns how often Ctrl-] is among it.
     fn read(&mut self) -> usize {
-        let limit = Timespec::try_from(Interrupts::POLL).expect("a short time");
         let mut from = [PollFd::new(&self.from, PollFlags::IN)];
-        match poll(&mut from, Some(&limit)) {
-            Ok(0) | Err(Errno::INTR) => return 0,
-            Ok(_) => {}
-            // The kernel lacks memory, or the limit of descriptors is zero. A read may wait.
-            Err(_) => {
-                std::thread::sleep(Interrupts::POLL);
-                return 0;
-            }
+        sleep_on(&mut from, Interrupts::POLL);
+        if from[0].revents().is_empty() {
+            return 0;
         }
         let mut bytes = [0; 1024];
         let read = match read(self.from, &mut bytes) {

@@ -9,7 +9,7 @@
 
 use crate::cgroup::{self, Resource};
 use crate::exit::{Exit, Failure};
-use crate::memory::kib_field;
+use crate::procfs;
 use crate::size::human;
 use pageferry_addr::PageSize;
 use pageferry_machine::{Backing, Engine};
@@ -83,19 +83,13 @@ impl Host for Here {
             processes.filter_map(|one| fs::read_to_string(one.path().join("status")).ok());
         let of_user = statuses.filter(|status| real_user(status) == Some(user));
         of_user
-            .filter_map(|status| number(&status, "Threads:"))
+            .filter_map(|status| procfs::number(&status, "Threads:"))
             .sum()
     }
 }
 
-/// The first number of a line of a status file of procfs.
-fn number(status: &str, name: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
-    line.split_whitespace().next()?.parse().ok()
-}
-
 fn real_user(status: &str) -> Option<u32> {
-    number(status, "Uid:")?.try_into().ok()
+    procfs::number(status, "Uid:")?.try_into().ok()
 }
 
 /// Whether the kernel limits the threads of a process with this status: not those of root, nor with
@@ -103,8 +97,7 @@ fn real_user(status: &str) -> Option<u32> {
 fn threads_are_limited(status: &str) -> bool {
     // The numbers of both in `include/uapi/linux/capability.h`.
     let exempt = (1_u64 << 24) | (1 << 21);
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let effective = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
+    let effective = procfs::mask(status, "CapEff:");
     real_user(status) != Some(0) && effective.is_some_and(|has| has & exempt == 0)
 }
 
@@ -149,7 +142,7 @@ fn check_commit(host: &dyn Host, needs: &Needs, all: u64) -> Result<(), String> 
         return Ok(());
     }
     let info = host.read("/proc/meminfo").unwrap_or_default();
-    let field = |name| kib_field(&info, name);
+    let field = |name| procfs::kib(&info, name);
     if let (Some(limit), Some(used)) = (field("CommitLimit:"), field("Committed_AS:")) {
         let left = limit.saturating_sub(used);
         if left < all {
@@ -213,7 +206,7 @@ fn check_process(host: &dyn Host, needs: &Needs) -> Result<(), String> {
         _ => needs.bytes.saturating_mul(2),
     };
     let used = host.read("/proc/self/status").unwrap_or_default();
-    let used = kib_field(&used, "VmSize:").unwrap_or(0);
+    let used = procfs::kib(&used, "VmSize:").unwrap_or(0);
     let addresses = used.saturating_add(mapped).saturating_add(ADDRESSES);
     let per_vcpu = match needs.engine {
         Engine::Kvm => 1,

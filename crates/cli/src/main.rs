@@ -42,6 +42,7 @@ mod metrics;
 mod migrate;
 mod output;
 mod probe;
+mod procfs;
 mod progress;
 mod rate;
 mod receive;

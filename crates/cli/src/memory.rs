@@ -1,6 +1,7 @@
 //! Memory of this process and of the host, from the kernel's counters.
 
 use crate::cgroup::{self, Resource};
+use crate::procfs;
 use pageferry_machine::Backing;
 use std::fs;
 
@@ -29,9 +30,9 @@ impl Overhead {
 
     fn of(status: &str) -> Self {
         Self {
-            anon: kib_field(status, "RssAnon:").unwrap_or(0),
-            file: kib_field(status, "RssFile:").unwrap_or(0),
-            tables: kib_field(status, "VmPTE:").unwrap_or(0),
+            anon: procfs::kib(status, "RssAnon:").unwrap_or(0),
+            file: procfs::kib(status, "RssFile:").unwrap_or(0),
+            tables: procfs::kib(status, "VmPTE:").unwrap_or(0),
         }
     }
 
@@ -44,21 +45,14 @@ impl Overhead {
 /// The bytes that the host can give without swapping, if it reports them. If a control group has a
 /// memory limit, at most the bytes left under that.
 pub(crate) fn available_bytes() -> Option<u64> {
-    let host = kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
+    let host = procfs::kib(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
     let group = cgroup::left(Resource::Memory);
     Some(group.map_or(host, |left| left.amount.min(host)))
 }
 
 /// The host's memory in bytes.
 pub(crate) fn host_bytes() -> Option<u64> {
-    kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")
-}
-
-/// The value of a line like `RssAnon:     123 kB`, in bytes.
-pub(crate) fn kib_field(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
+    procfs::kib(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 //! The sampler reads the vCPUs' control pages through the VMM's mapping, after it has checked that
 //! the page is present. It never touches the vCPUs themselves.
 
+use crate::report::ns;
 use crate::vm::Vm;
 use pageferry_migration::monotonic;
 use serde::{Deserialize, Serialize};
@@ -61,7 +62,7 @@ impl Sampler {
                 while !ours.stop.load(Ordering::Acquire) {
                     if ready() {
                         let sample = Sample {
-                            at_ns: monotonic().as_nanos() as u64,
+                            at_ns: ns(monotonic()),
                             done: vm.controls().iter().map(|c| c.map(|c| c.done)).collect(),
                         };
                         let mut samples = ours.lock();

@@ -11,6 +11,7 @@
 //! SIGPIPE stays ignored, as the Rust runtime sets it: a vanished reader is an error of a write.
 
 use crate::exit::{Exit, Failure};
+use crate::procfs;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::getsid;
 use rustix::stdio::stdin;
@@ -138,11 +139,7 @@ impl Interrupts {
 /// Whether the process that started this one made it ignore `signal`, as `nohup` does.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status
-        .lines()
-        .find_map(|line| line.strip_prefix("SigIgn:"))
-        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+    procfs::mask(&status, "SigIgn:").is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
 /// Whether standard input is the terminal of this session.
@@ -150,22 +147,30 @@ fn is_on_terminal() -> bool {
     isatty(stdin()) && tcgetsid(stdin()).is_ok_and(|session| getsid(None) == Ok(session))
 }
 
+/// Sleeps until a descriptor is ready, a signal comes, or `limit` is over. The caller looks at the
+/// events that came back: there are none if the limit is over.
+///
+/// poll(2) fails where the kernel lacks memory, and where the limit of descriptors is zero. Then this
+/// sleeps all the same: its caller must not spin.
+pub(crate) fn sleep_on(fds: &mut [PollFd<'_>], limit: Duration) {
+    let timespec = Timespec::try_from(limit).expect("a short time");
+    match poll(fds, Some(&timespec)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        Err(_) => std::thread::sleep(limit),
+    }
+}
+
 /// Waits until the terminal on standard input has closed.
 fn wait_for_hangup() {
     // Not every kind of terminal wakes a wait for this.
-    let limit = Timespec {
-        tv_sec: 1,
-        tv_nsec: 0,
-    };
+    let limit = Duration::from_secs(1);
     let closed = PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
     loop {
         let input = stdin();
         let mut terminal = [PollFd::new(&input, PollFlags::empty())];
-        match poll(&mut terminal, Some(&limit)) {
-            Ok(_) if terminal[0].revents().intersects(closed) => return,
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            // The kernel lacks memory, or the limit of descriptors is zero. It must not spin.
-            Err(_) => std::thread::sleep(Duration::from_secs(1)),
+        sleep_on(&mut terminal, limit);
+        if terminal[0].revents().intersects(closed) {
+            return;
         }
     }
 }

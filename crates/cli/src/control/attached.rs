@@ -9,7 +9,7 @@
 //! client looks at both directions in turn. The console keeps the text for all clients.
 
 use super::server::{WRITE_LIMIT, write_within};
-use crate::signals::Interrupts;
+use crate::signals::{Interrupts, sleep_on};
 use pageferry_machine::Console;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{ErrorKind, Read, Write};
@@ -70,13 +70,9 @@ pub(super) fn serve(
 }
 
 fn wait_until_writable(stream: &UnixStream) {
-    let limit = Timespec::try_from(Interrupts::POLL).expect("a short time");
     // Keys must not wait for a client that reads slowly.
     let either = PollFlags::OUT | PollFlags::IN;
-    if poll(&mut [PollFd::new(stream, either)], Some(&limit)).is_err() {
-        // The kernel lacks memory, or the limit of descriptors is zero. It must not spin.
-        std::thread::sleep(Interrupts::POLL);
-    }
+    sleep_on(&mut [PollFd::new(stream, either)], Interrupts::POLL);
 }
 
 /// Whether the client has closed the connection, also behind keys that were not read yet.

@@ -9,7 +9,7 @@ use crate::control::protocol::Request;
 use crate::exit::{Exit, Failure};
 use crate::guest_linux;
 use crate::progress::Feed;
-use crate::report::GuestView;
+use crate::report::{GuestView, ns};
 use crate::run::Kernel;
 use crate::signals::Interrupts;
 use crate::vm::Vm;
@@ -114,7 +114,7 @@ impl Here {
 
     /// The move begins.
     pub(super) fn begin(&mut self) {
-        self.hearing.begin(monotonic().as_nanos() as u64);
+        self.hearing.begin(ns(monotonic()));
     }
 
     /// The VM has left, and all of it is at the destination.
@@ -123,7 +123,7 @@ impl Here {
         for line in &lines {
             self.hearing.hear(line);
         }
-        self.hearing.finish(monotonic().as_nanos() as u64);
+        self.hearing.finish(ns(monotonic()));
         There {
             console: self.there,
             hearing: self.hearing,

@@ -7,6 +7,7 @@
 //! its console there. It splits the bytes into lines and queues them.
 
 use crate::exit::Failure;
+use crate::report::ns;
 use pageferry_machine::Console;
 use pageferry_migration::monotonic;
 use std::io::Read;
@@ -163,7 +164,7 @@ struct Sorter {
 impl Sorter {
     /// Returns whether anybody still wants lines.
     fn add(&mut self, bytes: &[u8]) -> bool {
-        let at_ns = monotonic().as_nanos() as u64;
+        let at_ns = ns(monotonic());
         let mut wanted = true;
         self.splitter.add(bytes, |text| {
             self.heard.fetch_add(1, Ordering::Release);

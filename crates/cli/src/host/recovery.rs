@@ -1,16 +1,12 @@
 //! An operator's hold on a migration: its status, another way, and its end.
 
-use super::service::address;
+use super::service::{address, refuse};
 use super::state::{Activity, Host};
 use super::watch::has_switched_over;
 use crate::exit::{Exit, Failure, of_listen};
 use pageferry_migration::{Listener, Route, SessionStatus, TLS_VERSION};
 use serde_json::{Value, json};
 use std::time::Duration;
-
-fn refuse(message: impl Into<String>) -> Failure {
-    Failure::new(Exit::Declined, message)
-}
 
 impl Host {
     /// The status of the migration that is under way, or of the last one.

@@ -49,7 +49,7 @@ fn no_vm() -> Failure {
     Failure::new(Exit::NoVm, "there is no VM here yet")
 }
 
-fn refuse(message: impl Into<String>) -> Failure {
+pub(super) fn refuse(message: impl Into<String>) -> Failure {
     Failure::new(Exit::Declined, message)
 }
 

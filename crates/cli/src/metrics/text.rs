@@ -3,6 +3,7 @@
 use crate::console;
 use crate::host::{Host, VM_STATES};
 use crate::output;
+use crate::report::ns;
 use pageferry_migration::{Role, SessionStatus, StallRow, StallStage, StallTimes};
 use std::fmt::Write;
 
@@ -136,7 +137,7 @@ impl Page {
         for times in times {
             sum += times.sum.as_secs_f64();
             for (time, more) in times.recorded() {
-                let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+                let ns = ns(time);
                 count += more;
                 if let Some(at) = BOUNDS_NS.iter().position(|bound| ns <= *bound) {
                     buckets[at] += more;

@@ -1,6 +1,7 @@
 //! Kernel features available to this process.
 
 use super::{Finding, Grade};
+use crate::procfs;
 use crate::size;
 use crate::vm::deliveries_of;
 use pageferry_machine::kvm::{self, DirtyTracking};
@@ -170,11 +171,7 @@ pub(super) fn kvm_userfault() -> Finding {
 /// This process's privileges, as far as Pageferry needs them.
 pub(super) fn privileges() -> Finding {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let effective = status
-        .lines()
-        .find_map(|line| line.strip_prefix("CapEff:"))
-        .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
-        .unwrap_or(0);
+    let effective = procfs::mask(&status, "CapEff:").unwrap_or(0);
     let ptrace = effective >> CAP_SYS_PTRACE & 1 == 1;
     let sysctl = UffdSupport::probe().unprivileged_sysctl;
     let allowed = ptrace || sysctl == Some(true);

@@ -98,40 +98,33 @@ pub(crate) fn probe(args: &ProbeArgs) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The name of a finding, and the trial that makes it.
+type Trial = (&'static str, fn() -> Finding);
+
+/// The trials beside that of the system calls.
+const TRIALS: [Trial; 11] = [
+    ("kvm", kernel::kvm),
+    ("dirty-log", kernel::dirty_log),
+    ("userfaultfd", kernel::userfaultfd),
+    ("kvm-userfault", kernel::kvm_userfault),
+    ("privileges", kernel::privileges),
+    ("memfd", kernel::memfd),
+    ("backings", hardware::backings),
+    ("huge-pages", hardware::huge_pages),
+    ("transparent-huge-pages", hardware::transparent_huge_pages),
+    ("cores", hardware::cores),
+    ("memory", hardware::memory),
+];
+
 fn all(calls: Finding) -> Vec<Finding> {
-    vec![
-        calls,
-        kernel::kvm(),
-        kernel::dirty_log(),
-        kernel::userfaultfd(),
-        kernel::kvm_userfault(),
-        kernel::privileges(),
-        kernel::memfd(),
-        hardware::backings(),
-        hardware::huge_pages(),
-        hardware::transparent_huge_pages(),
-        hardware::cores(),
-        hardware::memory(),
-    ]
+    let others = TRIALS.iter().map(|(_, trial)| trial());
+    std::iter::once(calls).chain(others).collect()
 }
 
 /// The findings where a filter would kill this process at the others, or at the choice.
 fn untried(calls: Finding) -> (Vec<Finding>, Choice) {
     let why = "not tried: a filter kills the process";
-    let others = [
-        "kvm",
-        "dirty-log",
-        "userfaultfd",
-        "kvm-userfault",
-        "privileges",
-        "memfd",
-        "backings",
-        "huge-pages",
-        "transparent-huge-pages",
-        "cores",
-        "memory",
-    ];
-    let others = others.map(|name| Finding {
+    let others = TRIALS.map(|(name, _)| Finding {
         name,
         state: Grade::Missing,
         found: why.into(),

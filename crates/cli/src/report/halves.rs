@@ -322,7 +322,8 @@ fn pairs_of(times: &StallTimes) -> impl Iterator<Item = (u64, u64)> {
     times.recorded().map(|(time, count)| (ns(time), count))
 }
 
-fn ns(time: std::time::Duration) -> u64 {
+/// A time in whole nanoseconds.
+pub(crate) fn ns(time: std::time::Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 

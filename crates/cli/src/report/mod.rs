@@ -18,7 +18,7 @@ mod timeline;
 
 pub(crate) use conditions::Conditions;
 pub(crate) use guest_view::GuestView;
-pub(crate) use halves::{LargeMappings, PhaseAt, Protection, Received, Sent};
+pub(crate) use halves::{LargeMappings, PhaseAt, Protection, Received, Sent, ns};
 pub(crate) use stalls::Stalls;
 
 use crate::exit::{Exit, Failure};
