@@ -26,7 +26,7 @@ const COMPILER: Compiler = Compiler {
     // Where a package that they depend on is installed, that one is used.
     packages: &["gcc-riscv64-linux-gnu", "binutils-riscv64-linux-gnu"],
 };
-/// What the soft engine's hart has.
+/// The instructions of the soft engine's hart.
 const FLAGS: [&str; 2] = ["-march=rv64ima_zicsr_zifencei", "-mabi=lp64"];
 static GUEST: Target = Target {
     folder: "guest",

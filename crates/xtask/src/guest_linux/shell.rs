@@ -5,14 +5,14 @@
 //! changed.
 //!
 //! **Mechanism.** The compiler for Linux brings a libgcc with compressed instructions only. The one
-//! for bare RISC-V brings a libgcc for RV64IM, so a small script links with that one. The first process
-//! is `lab/guest-linux/start.sh`, which becomes the init of busybox.
+//! for bare RISC-V brings a libgcc for RV64IM, so a small script links with that one. The first
+//! process is `lab/guest-linux/start.sh`, which becomes the init of busybox.
 //!
 //! **Neighbours.** [`super`] has the compiler and the kernel's headers, [`packages`] fetches.
 
 use super::{COMPILER, FLAGS, check_instructions, compressed, read, write};
 use crate::lab::initrd::Archive;
-use crate::lab::kernel::Build;
+use crate::lab::kernel::{Build, check_options, jobs};
 use crate::lab::{Error, packages, target_dir};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use std::process::Command;
 /// A libgcc for RV64IM, and the program that unpacks busybox.
 const TOOLS: [&str; 2] = ["gcc-riscv64-unknown-elf", "bzip2"];
 const SOURCES: [&str; 2] = ["musl", "busybox"];
-/// What the archive holds besides busybox.
+/// The files of the archive besides busybox, with their sources.
 const TREE: [(&str, &str); 4] = [
     ("init", "start.sh"),
     ("etc/inittab", "inittab"),
@@ -206,14 +206,8 @@ impl<'a> Shell<'a> {
         let made = read(&self.folder.join("busybox/.config"))?;
         let made = String::from_utf8_lossy(&made);
         let config = String::from_utf8_lossy(config);
-        let mut options = config.lines().filter(|line| line.starts_with("CONFIG_"));
-        match options.find(|option| !made.lines().any(|line| line == *option)) {
-            Some(option) => Err(Error::Failed(format!(
-                "the shell's configuration has no {option}: set the options that it depends on, or \
-                 remove it from busybox.config"
-            ))),
-            None => Ok(()),
-        }
+        let options = config.lines().filter(|line| line.starts_with("CONFIG_"));
+        check_options("shell", &made, options, "busybox.config")
     }
 
     /// Runs a program with the tools. Its input is empty lines, and its output is in a log.
@@ -259,9 +253,4 @@ fn libgcc(tools: &Path) -> Result<PathBuf, Error> {
             TOOLS[0]
         ))
     })
-}
-
-fn jobs() -> String {
-    let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-    format!("-j{jobs}")
 }

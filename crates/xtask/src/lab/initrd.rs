@@ -178,37 +178,29 @@ impl Archive {
         if path.is_empty() || !self.folders.insert(path.to_owned()) {
             return;
         }
-        if let Some((above, _)) = path.rsplit_once('/') {
-            self.folder(above);
-        }
         self.entry(path, 0o040_755, [0, 0], &[]);
     }
 
     /// A character device with its major and minor number.
     pub(crate) fn device(&mut self, path: &str, numbers: [u32; 2]) {
-        if let Some((above, _)) = path.rsplit_once('/') {
-            self.folder(above);
-        }
         self.entry(path, 0o020_600, numbers, &[]);
     }
 
     /// A symbolic link.
     pub(crate) fn link(&mut self, path: &str, target: &str) {
-        if let Some((above, _)) = path.rsplit_once('/') {
-            self.folder(above);
-        }
         self.entry(path, 0o120_777, [0, 0], target.as_bytes());
     }
 
     /// A file that may be executed.
     pub(crate) fn file(&mut self, path: &str, bytes: &[u8]) {
-        if let Some((above, _)) = path.rsplit_once('/') {
-            self.folder(above);
-        }
         self.entry(path, 0o100_755, [0, 0], bytes);
     }
 
+    /// Adds what has this path, behind the folders above it.
     fn entry(&mut self, path: &str, mode: u32, [major, minor]: [u32; 2], bytes: &[u8]) {
+        if let Some((above, _)) = path.rsplit_once('/') {
+            self.folder(above);
+        }
         self.entries += 1;
         let size = u32::try_from(bytes.len()).expect("no program has 4 GiB");
         let path_size = path.len() as u32 + 1;

@@ -224,15 +224,7 @@ impl Build {
     fn check_configuration(&self) -> Result<(), Error> {
         let made = std::fs::read_to_string(self.built(".config"));
         let made = made.map_err(Error::io("read the configuration that make wrote"))?;
-        for option in self.series.options() {
-            if !made.lines().any(|line| line == option) {
-                return Err(Error::Failed(format!(
-                    "the kernel's configuration has no {option}: set the options that it depends \
-                     on, or remove it from config"
-                )));
-            }
-        }
-        Ok(())
+        check_options("kernel", &made, self.series.options(), "config")
     }
 
     /// Runs make in the tree. Its output is in a log.
@@ -241,7 +233,6 @@ impl Build {
         let output = File::create(&log).map_err(Error::io("write make.log"))?;
         let copy = output.try_clone().map_err(Error::io("write make.log"))?;
         let at = |path: &str| self.tools.join(path).display().to_string();
-        let jobs = std::thread::available_parallelism().map_or(1, usize::from);
         let mut make = Command::new("make");
         if let Some(compiler) = &self.target.compiler {
             make.arg(format!("CROSS_COMPILE={}", compiler.prefix));
@@ -249,7 +240,7 @@ impl Build {
         self.give_tools(&mut make);
         let status = make
             .current_dir(self.folder.join("tree"))
-            .args([format!("ARCH={}", self.target.arch), format!("-j{jobs}")])
+            .args([format!("ARCH={}", self.target.arch), jobs()])
             .arg(format!("O={}", self.built("").display()))
             .arg(format!("LIBELF_FLAGS=-I{}", at("usr/include")))
             // By its full name: the link of libelf-dev leads nowhere without the library beside.
@@ -292,6 +283,28 @@ impl Build {
             .env("PATH", format!("{}:{path}", at("usr/bin")))
             .env("LD_LIBRARY_PATH", at("usr/lib/x86_64-linux-gnu"));
     }
+}
+
+/// Every option of `file` must be in the configuration that make has `made` of it.
+pub(crate) fn check_options<'o>(
+    what: &str,
+    made: &str,
+    mut options: impl Iterator<Item = &'o str>,
+    file: &str,
+) -> Result<(), Error> {
+    match options.find(|option| !made.lines().any(|line| line == *option)) {
+        Some(option) => Err(Error::Failed(format!(
+            "the {what}'s configuration has no {option}: set the options that it depends on, or \
+             remove it from {file}"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// The word by which make uses all cores.
+pub(crate) fn jobs() -> String {
+    let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("-j{jobs}")
 }
 
 /// The line of make's output that says why it failed: the first error, or else the last line.
