@@ -630,8 +630,8 @@ pub(crate) struct PlaceArgs {
 pub(crate) struct KernelArgs {
     /// Run this kernel instead of the test program: an uncompressed riscv64 Image, built for RV64IMA
     /// without C and F. It runs on the soft engine. Its console is that of the SBI extension DBCN
-    /// (hvc0; in an early boot `earlycon=sbi`): the legacy SBI console is not served, so a kernel
-    /// that has no other boots in silence
+    /// (hvc0; in an early boot `earlycon=sbi`). The legacy SBI console is not served: a kernel that
+    /// has no other boots in silence
     #[arg(long, value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
     /// The kernel's initial RAM disk

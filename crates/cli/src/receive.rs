@@ -114,9 +114,9 @@ pub(crate) fn receive(
     }
 }
 
-/// Begins the trials that choose a delivery for a VM on KVM, so that none waits for them later. They
-/// may take seconds on a busy host, and a source may be here at once: sources of other VMs need not
-/// wait at all.
+/// Begins the trials that choose a delivery for a VM on KVM, so that none waits for them later.
+/// They may take seconds on a busy host, and a source may be here at once: sources of other VMs
+/// need not wait at all.
 fn try_deliveries() {
     let trials = std::thread::Builder::new().name("trials".into());
     // Without a thread, a VM on KVM makes them when it comes.

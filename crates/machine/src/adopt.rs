@@ -7,8 +7,8 @@
 //! **Mechanism.** The files are mapped twice, as our own memfd is (`ram`). Each mapping has all
 //! regions one behind the other. So a page's address stays one addition, and no code above knows
 //! the files. The VMM keeps its own mappings of the same memfds: they show the same bytes. If its
-//! memory slots point at them, it names them ([`AdoptedRegion::mapped_at`]), and they take the place
-//! of the first of our mappings.
+//! memory slots point at them, it names them ([`AdoptedRegion::mapped_at`]), and they take the
+//! place of the first of our mappings.
 //!
 //! **Neighbours.** `ram` has the memory, `layout` the regions.
 
@@ -109,11 +109,11 @@ impl GuestRam {
     ///
     /// # Errors
     /// As [`RamLayout::new`]. [`MachineError::Adopt`] if a descriptor is no memfd, the memfds are
-    /// of several kinds, one is too small or cannot be sealed, an offset is no multiple of its page,
-    /// or two regions have bytes of a memfd in common. The same for an address of
+    /// of several kinds, one is too small or cannot be sealed, an offset is no multiple of its
+    /// page, or two regions have bytes of a memfd in common. The same for an address of
     /// [`AdoptedRegion::mapped_at`] that is no multiple of the page, that lies in another region's
-    /// mapping, or that not all regions have. When the host has no room for the mappings. Memfds may
-    /// be sealed then.
+    /// mapping, or that not all regions have. When the host has no room for the mappings. Memfds
+    /// may be sealed then.
     ///
     /// # Safety
     /// From now on, only two kinds of code write these bytes, by whatever mapping or descriptor:

@@ -140,8 +140,8 @@ impl Console {
         taken
     }
 
-    /// Offers at most `most` bytes of input to `give`, for the engine whose guest reads them. Forgets
-    /// them if it returns `Ok`. Returns their number.
+    /// Offers at most `most` bytes of input to `give`, for the engine whose guest reads them.
+    /// Forgets them if it returns `Ok`. Returns their number.
     ///
     /// The console is locked meanwhile, so `give` must not call it.
     ///

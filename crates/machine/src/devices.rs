@@ -18,8 +18,8 @@
 //! But a page may become tracked while a device holds its slice. Copies through a slice are
 //! `vm-memory`'s. So are those by guest-physical address: it implements `Bytes<GuestAddress>` for
 //! all address spaces, by slices. It promises single accesses only for up to 8 bytes that are
-//! aligned alike at both ends. Copies through a [`DeviceRegion`] tear no aligned part, like those of
-//! [`GuestRam::try_read`].
+//! aligned alike at both ends. Copies through a [`DeviceRegion`] tear no aligned part, like those
+//! of [`GuestRam::try_read`].
 //!
 //! **Neighbours.** `access` has the accessor on which this is built.
 

@@ -57,13 +57,13 @@ pub enum Exit {
 /// The end of a guest, as it asks for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reset {
-    /// What is to follow.
+    /// The action that is to follow.
     pub kind: ResetKind,
     /// Whether the guest calls it a failure of the system.
     pub failure: bool,
 }
 
-/// What follows the end of a guest.
+/// The action after the end of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResetKind {
     /// Nothing.

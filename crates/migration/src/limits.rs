@@ -36,8 +36,8 @@ impl Limits {
     /// The shortest `dead_after`: a busy host may not schedule a thread for this long.
     pub const MIN_DEAD_AFTER: Duration = Duration::from_millis(100);
 
-    /// The interval in which a side says something on each channel: a quarter of the least patience,
-    /// as that of the other side is not known here.
+    /// The interval in which a side says something on each channel: a quarter of the least
+    /// patience, as that of the other side is not known here.
     pub(crate) const INTERVAL: Duration = Duration::from_millis(25);
 }
 

@@ -39,8 +39,8 @@ struct Host {
     guest: RwLock<()>,
 }
 
-// SAFETY: 1. and 2. The tables are those of `Heap`. 3. vCPUs translate inside the guest only, at each
-// access. A flush waits until they have left. 4. The threads end before the MMU is dropped.
+// SAFETY: 1. and 2. The tables are those of `Heap`. 3. vCPUs translate inside the guest only, at
+// each access. A flush waits until they have left. 4. The threads end before the MMU is dropped.
 unsafe impl Platform for Host {
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
         Heap.allocate_table(entries)
@@ -264,7 +264,7 @@ impl Hypervisor {
         let update = writer.begin(delete).expect("it exists");
         // 2. Faults that found it valid are over.
         self.quiesce();
-        // 3. What they mapped goes, and no TLB has it any more.
+        // 3. Their translations go, and no TLB has them any more.
         let range = GfnRange::new(first_gfn(slot), PAGES).expect("a range");
         let taken = self.mmu.worker().invalidate(&[range], &());
         // 4. The slot is gone, and faults in its range may look again.

@@ -80,8 +80,8 @@ use pageferry_addr::Gfn;
 /// ```
 ///
 /// With several words of bits, make the calls of one harvest inside
-/// [`deferred`](crate::Worker::deferred), which flushes once. While the log is on, faults map stores
-/// by 4 KiB, and pages get the class
+/// [`deferred`](crate::Worker::deferred), which flushes once. While the log is on, faults map
+/// stores by 4 KiB, and pages get the class
 /// [`AllowedLoggedByFault`](crate::format::Writes::AllowedLoggedByFault). The target of a load
 /// leaves out the permission to store.
 ///
@@ -134,8 +134,8 @@ use pageferry_addr::Gfn;
 /// ```
 ///
 /// All calls that may lose a dirty bit get the slot's log: [`zap`](crate::Worker::zap),
-/// [`invalidate`](crate::Worker::invalidate), [`zap_all`](crate::Worker::zap_all). They must not run
-/// beside the last reading.
+/// [`invalidate`](crate::Worker::invalidate), [`zap_all`](crate::Worker::zap_all). They must not
+/// run beside the last reading.
 pub trait Log {
     /// Whether the pages are logged at all. If so, only pages of the smallest size become writable.
     fn is_on(&self) -> bool {

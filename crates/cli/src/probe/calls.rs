@@ -170,7 +170,7 @@ const PUNCH: c_long = (libc::FALLOC_FL_KEEP_SIZE | libc::FALLOC_FL_PUNCH_HOLE) a
 const REGISTER: c_long = 1 << 4;
 const EXPEDITED: c_long = 1 << 3;
 
-/// What became of the calls.
+/// The results of the calls.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct FilterFindings {
     /// The calls at which the filter kills the process.

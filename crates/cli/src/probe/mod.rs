@@ -2,8 +2,8 @@
 //! missing ones.
 //!
 //! Each [`Finding`] comes from a trial, not from version numbers: the probe runs a VM, opens a
-//! userfaultfd, creates a memfd. A child process tries the system calls, since a filter may kill it.
-//! It changes nothing on the host.
+//! userfaultfd, creates a memfd. A child process tries the system calls, since a filter may kill
+//! it. It changes nothing on the host.
 
 mod calls;
 mod hardware;

@@ -153,7 +153,7 @@ fn the_terminal_is_as_before_after_each_end() {
         Signal::POWER,
         Signal::STKFLT,
     ];
-    // Whoever started the tests may have made them ignore some, and a child ignores these too.
+    // The tests may have been started with some ignored, and a child ignores these too.
     for signal in signals.into_iter().filter(|signal| !is_ignored(*signal)) {
         let dir = Dir::new();
         let (pty, mut process) = running(&dir);

@@ -161,7 +161,8 @@ fn the_destinations_address_changes_and_an_operator_gives_the_new_one() {
     pair.assert_moved(migrate);
 }
 
-/// The hosts of these tests believe in packets of 9000 bytes, and their link drops those above 1500.
+/// The hosts of these tests believe in packets of 9000 bytes, and their link drops those above
+/// 1500.
 fn dropping() -> Link {
     Link::new(Rate::mbit(1000)).mtu(9000).drops_above(1500)
 }

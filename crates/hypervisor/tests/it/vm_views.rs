@@ -28,7 +28,7 @@ fn satp_decides_what_loads_stores_and_fetches_reach() {
         let code = [csrrw(X0, 0x180, T0), access, WFI];
         guest.ram.code(program * PAGE + offset, &code);
     }
-    // What `satp` is, and the page that AT then is. Bare needs no tables.
+    // A value of `satp`, and the page that AT then is. Bare needs no tables.
     let mut spaces = vec![(0, AT / PAGE)];
     for (scheme, asid) in [Scheme::Sv39, Scheme::Sv48]
         .into_iter()

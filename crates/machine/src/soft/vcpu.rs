@@ -293,7 +293,7 @@ mod tests {
         SoftVcpu::new(core, &machine, &harts)
     }
 
-    /// What a hart that has run for a while leaves: no field has the value of a new hart.
+    /// The state of a hart that has run for a while: no field has the value of a new hart.
     fn used(run_state: RunState) -> HartState {
         let mut x: [u64; 32] = std::array::from_fn(|i| 0x1111 * i as u64 + 7);
         x[0] = 0;

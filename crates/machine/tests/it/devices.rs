@@ -282,7 +282,7 @@ fn copies_through_a_region_end_with_it_and_are_logged() {
     assert!(dirty.test(RamPage(PAGES - 1)));
 }
 
-/// A device holds a slice while a harvest comes. What it writes afterwards is in the next harvest,
+/// A device holds a slice while a harvest comes. Its later writes are in the next harvest,
 /// whichever way it writes, and wherever in the slice.
 #[test]
 fn a_write_through_a_slice_is_logged_when_it_is_made() {

@@ -97,9 +97,9 @@ pub enum DestinationVm {
     PausedIncomplete {
         /// The number of missing pages.
         missing: u64,
-        /// The number of vCPUs that sleep in the hypervisor on a missing page. They stand still, but have
-        /// not left the guest. A hypervisor with shadow paging sleeps so while it reads a page
-        /// table.
+        /// The number of vCPUs that sleep in the hypervisor on a missing page. They stand still,
+        /// but have not left the guest. A hypervisor with shadow paging sleeps so while it reads a
+        /// page table.
         asleep: usize,
     },
 }

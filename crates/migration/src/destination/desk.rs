@@ -269,7 +269,8 @@ impl Router for Desk {
         }
         let mut state = self.lock();
         if state.waiting_session(agreed.session, agreed.key).is_some() {
-            // It has proved the way, and serves nothing else. If the source is gone, so is its check.
+            // It has proved the way, and serves nothing else. If the source is gone, so is its
+            // check.
             let _ = arrival.welcome();
             return Ok(());
         }

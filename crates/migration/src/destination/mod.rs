@@ -289,7 +289,7 @@ struct Guest<'s, 'e, 'a> {
     precopy_data: u64,
 }
 
-/// What people are told.
+/// The record for people.
 struct Record<'a> {
     observer: &'a dyn Observer,
     /// When the status was published last.

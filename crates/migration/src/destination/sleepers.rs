@@ -1,7 +1,7 @@
 //! The threads that wait for missing pages: vCPUs, and threads of the VMM.
 //!
-//! **Guarantee.** A thread that sleeps for a page is woken when the page has arrived, by any thread.
-//! While threads sleep, one of them polls the urgent channels.
+//! **Guarantee.** A thread that sleeps for a page is woken when the page has arrived, by any
+//! thread. While threads sleep, one of them polls the urgent channels.
 //!
 //! **Mechanism.** Each sleeper announces its page ([`Waiters`]). The one that polls is woken by a
 //! [`Bell`], the others by unparking. A wake-up that is lost costs [`SLEEP_LIMIT`].

@@ -1,10 +1,10 @@
 //! The expected blackout of a switch-over.
 //!
-//! **Mechanism.** The forecast adds the parts of a blackout. The source measures what it can
-//! while the guest runs: a harvest of the dirty log, the round trip, the rate of the link, and the
-//! runs that the guest dirties right after a harvest. The rest is what the machine says of itself
-//! ([`BlackoutCost`]): what the two sides took on cores that nobody else used. On busy cores each of the threads that
-//! wake in the blackout may wait for a core, which takes longer than forecast.
+//! **Mechanism.** The forecast adds the parts of a blackout. The source measures what it can while
+//! the guest runs: a harvest of the dirty log, the round trip, the rate of the link, and the runs
+//! that the guest dirties right after a harvest. The rest is what the machine says of itself
+//! ([`BlackoutCost`]): what the two sides took on cores that nobody else used. On busy cores each
+//! of the threads that wake in the blackout may wait for a core, which takes longer than forecast.
 
 use pageferry_machine::BlackoutCost;
 use std::time::Duration;

@@ -297,7 +297,7 @@ struct Guest<'a> {
     resumes: bool,
 }
 
-/// What people are told.
+/// The record for people.
 struct Record<'a> {
     observer: &'a dyn Observer,
     /// When the status was published last.

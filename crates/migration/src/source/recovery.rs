@@ -170,8 +170,8 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
 
     /// Opens the control channel of a generation.
     pub(super) fn dial_control(&mut self, generation: Generation) {
-        // The pace of control bounds that of generations. In each, the other channels begin at once:
-        // with pauses from the one before, a generation could end before any of them is open.
+        // The pace of control bounds that of generations. In each, the other channels begin at
+        // once: with pauses from the one before, a generation could end before any of them is open.
         for attempts in self.others.values_mut() {
             attempts.pace = Pace::default();
         }

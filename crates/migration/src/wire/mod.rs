@@ -13,10 +13,10 @@
 //! uses [`Hello`] and [`HelloReply`]. This module must not do I/O, nor know sockets, guest memory
 //! or machines.
 //!
-//! [`Hello`], [`HelloReply`], [`Credentials`], [`Welcome`] and a `path_check` of each side open every
-//! channel. A message of a control or bulk channel is a [`FrameHeader`] with
-//! a payload. The payload is that of a [`Frame`], or a list of page runs ([`RunList`]) with the
-//! pages' bytes. A message of an urgent channel is an [`UrgentMessage`], with a page or without.
+//! [`Hello`], [`HelloReply`], [`Credentials`], [`Welcome`] and a `path_check` of each side open
+//! every channel. A message of a control or bulk channel is a [`FrameHeader`] with a payload. The
+//! payload is that of a [`Frame`], or a list of page runs ([`RunList`]) with the pages' bytes. A
+//! message of an urgent channel is an [`UrgentMessage`], with a page or without.
 
 mod capabilities;
 mod channel_id;

@@ -110,8 +110,8 @@ fn a_vm_survives_the_loss_of_all_channels_while_no_file_can_be_opened() {
     }
 }
 
-/// The threads of this process that live now, without those of vCPUs, by their open files of procfs:
-/// no further one may be opened later.
+/// The threads of this process that live now, without those of vCPUs, by their open files of
+/// procfs: no further one may be opened later.
 struct Threads(Vec<File>);
 
 impl Threads {
@@ -177,7 +177,8 @@ fn threads_that_cannot_wait_for_descriptors_leave_the_cores_to_others() {
     assert_whole(&vm, &ends);
 }
 
-/// Before the hand-over a lack ends the migration, and the source is told what the other host lacks.
+/// Before the hand-over a lack ends the migration, and the source is told what the other host
+/// lacks.
 #[test]
 fn a_source_hears_that_its_destination_can_start_no_thread() {
     if runs_in_child() {

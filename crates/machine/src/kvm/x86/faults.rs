@@ -132,8 +132,8 @@ impl KvmFaults {
         self.path.armed().map(|armed| armed.in_use())
     }
 
-    /// See [`Machine::arm_userfault`](crate::Machine::arm_userfault). No vCPU of the VM may have run
-    /// before: it would find pages of the past.
+    /// See [`Machine::arm_userfault`](crate::Machine::arm_userfault). No vCPU of the VM may have
+    /// run before: it would find pages of the past.
     ///
     /// # Errors
     /// As there.

@@ -50,8 +50,8 @@ pub fn create_pluggable(
 /// # Errors
 /// As [`create_with`]. [`MachineError::Adopt`] if the VMM has mapped the memory for its guest
 /// itself ([`AdoptedRegion::mapped_at`](crate::AdoptedRegion::mapped_at)):
-/// [`KvmFaults`](super::faults::KvmFaults) serves such memory. [`MachineError::Layout`] if a region reaches into the 20 MiB below 4 GiB.
-/// Interrupt controllers and KVM's own pages are there.
+/// [`KvmFaults`](super::faults::KvmFaults) serves such memory. [`MachineError::Layout`] if a region
+/// reaches into the 20 MiB below 4 GiB. Interrupt controllers and KVM's own pages are there.
 pub fn create_on(
     vcpus: u32,
     ram: GuestRam,

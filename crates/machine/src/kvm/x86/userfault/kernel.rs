@@ -1,9 +1,9 @@
 //! The kernel's part in the delivery of faults, as this module uses it.
 //!
 //! [`Watch`](super::watch::Watch) is the kernel itself. The model of the fault path has one of its
-//! own (`model`). All calls are on the guest's mapping of pages of RAM. An entry of its page table is
-//! empty, a marker, or maps the page of the page cache. A [`RangeError`] counts the bytes done from
-//! the first of the pages.
+//! own (`model`). All calls are on the guest's mapping of pages of RAM. An entry of its page table
+//! is empty, a marker, or maps the page of the page cache. A [`RangeError`] counts the bytes done
+//! from the first of the pages.
 
 use crate::MachineError;
 use pageferry_addr::{PageSize, RamPage};

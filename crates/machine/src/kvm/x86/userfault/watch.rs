@@ -5,11 +5,11 @@
 //! the start of post-copy on, other memory at once. A call over any pages does what one userfaultfd
 //! over all of RAM would do.
 //!
-//! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB, or at the backing's
-//! page if that is larger. So no border divides a huge page. The kernel takes no range that leaves
-//! the mapping of one file (`find_dst_vma` in `mm/userfaultfd.c`), and the mappings of a VMM's files
-//! may be anywhere. So a call is split at the borders of parts and of files, and stops at the first error. That error counts the bytes done
-//! from the start of the whole range.
+//! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB, or at the backing's page
+//! if that is larger. So no border divides a huge page. The kernel takes no range that leaves the
+//! mapping of one file (`find_dst_vma` in `mm/userfaultfd.c`), and the mappings of a VMM's files
+//! may be anywhere. So a call is split at the borders of parts and of files, and stops at the first
+//! error. That error counts the bytes done from the start of the whole range.
 //!
 //! The threads that wait for pages of one userfaultfd share its locks in the kernel. Several
 //! userfaultfds divide that load, and their readers need not share a queue of events.
