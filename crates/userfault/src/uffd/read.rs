@@ -165,18 +165,7 @@ impl EventReader {
 
     /// Makes one `read(2)`, when all events have been returned.
     fn refill(&mut self, uffd: &Userfaultfd) -> Result<(), ReadError> {
-        let bytes = match rustix::io::retry_on_intr(|| {
-            rustix::io::read(uffd, self.buffer.as_flattened_mut())
-        }) {
-            Ok(bytes) => bytes,
-            Err(Errno::AGAIN) => return Ok(()),
-            Err(errno) => {
-                return Err(ReadError::Failed {
-                    call: "read",
-                    errno,
-                });
-            }
-        };
+        let bytes = read(uffd, &mut self.buffer)?;
         decode(&self.buffer.as_flattened()[..bytes], |message| {
             self.events.push_back(match message {
                 Message::PageFault(fault) => Event::PageFault(fault),
@@ -189,6 +178,21 @@ impl EventReader {
                 Message::Unmap { start, end } => Event::Unmap { start, end },
             });
         })
+    }
+}
+
+/// Makes one `read(2)`. Returns the number of bytes, 0 if no event waits.
+pub(super) fn read(
+    uffd: &Userfaultfd,
+    buffer: &mut [[u8; abi::MSG_BYTES]],
+) -> Result<usize, ReadError> {
+    match rustix::io::retry_on_intr(|| rustix::io::read(uffd, buffer.as_flattened_mut())) {
+        Ok(bytes) => Ok(bytes),
+        Err(Errno::AGAIN) => Ok(0),
+        Err(errno) => Err(ReadError::Failed {
+            call: "read",
+            errno,
+        }),
     }
 }
 

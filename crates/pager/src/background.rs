@@ -1,0 +1,213 @@
+//! Pages that nobody has asked for yet: those of a recording, and then, on request, all.
+//!
+//! **Guarantee.** It never waits in the queue of faults, nor they in its own. Its threads have a
+//! lower priority than those that answer faults. Without a recording and a request it does nothing.
+//!
+//! **Mechanism.** A recording becomes blocks of the source in the order of their first touches.
+//! Several threads read the blocks, each from its first to its last recorded page, and place the
+//! recorded pages only. Loading all goes through the pages in order.
+
+use crate::options::Background;
+use crate::recording::Recording;
+use crate::vm::Vm;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// The reads of a recording at once. A source with a latency of 20 ms and blocks of 64 KiB then
+/// gives 50 MB a second, and a local disk has enough to choose from.
+const READS: usize = 16;
+/// The bytes that loading all reads at once.
+const STEP: u64 = 256 << 10;
+/// A VM without a fault for this long is idle.
+const IDLE: Duration = Duration::from_millis(5);
+/// The pauses before a failed read is repeated.
+const PAUSE: Duration = Duration::from_millis(100);
+/// The least priority but one (nice 19 would never run beside a busy VM).
+const NICE: i32 = 10;
+
+/// Starts loading, if there is something to load.
+pub(crate) fn start(vm: &Arc<Vm>, recording: Option<Recording>) {
+    if recording.is_none() && vm.restore.background == Background::Off {
+        return;
+    }
+    let own = vm.clone();
+    let thread = std::thread::Builder::new().name(format!("load-{}", vm.name));
+    let spawned = thread.spawn(move || {
+        if let Some(recording) = recording {
+            replay(&own, &recording);
+        }
+        load_all(&own);
+    });
+    if let Err(why) = spawned {
+        // Faults bring the pages all the same.
+        tracing::warn!(restore = %vm.name, "no thread to load pages: {why}");
+    }
+}
+
+fn lower_priority() {
+    let own = rustix::thread::gettid();
+    // Without the right to, it runs beside the others.
+    let _ = rustix::process::setpriority_process(Some(own), NICE);
+}
+
+/// Loads the pages of a recording.
+fn replay(vm: &Vm, recording: &Recording) {
+    let blocks = blocks_of(vm, recording);
+    let next = AtomicUsize::new(0);
+    let work = || {
+        lower_priority();
+        let mut buffer = Vec::new();
+        while let Some(pages) = blocks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if !load_block(vm, pages, &mut buffer) {
+                return;
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..READS.min(blocks.len()) {
+            let thread = std::thread::Builder::new().name(format!("replay-{}", vm.name));
+            // Fewer threads load the same.
+            let _ = thread.spawn_scoped(scope, work);
+        }
+        work();
+    });
+}
+
+/// The recorded pages of each block of the source, in the order of the first touches.
+fn blocks_of(vm: &Vm, recording: &Recording) -> Vec<Vec<u64>> {
+    let mut blocks: Vec<Vec<u64>> = Vec::new();
+    let mut places = HashMap::new();
+    let block_bytes = vm.source.block();
+    for page in recording
+        .offsets()
+        .filter_map(|offset| vm.regions.page_of(offset))
+    {
+        let first = vm.regions.block_of(page, block_bytes).start;
+        let at = *places.entry(first).or_insert_with(|| {
+            blocks.push(Vec::new());
+            blocks.len() - 1
+        });
+        blocks[at].push(page);
+    }
+    for pages in &mut blocks {
+        pages.sort_unstable();
+        pages.dedup();
+    }
+    blocks
+}
+
+/// Loads pages of one block, sorted. Returns false once the VM has ended.
+fn load_block(vm: &Vm, pages: &[u64], buffer: &mut Vec<u8>) -> bool {
+    let wanted =
+        |page: &&u64| !vm.shared.placed().test(**page) && !vm.shared.removed().test(**page);
+    let (Some(first), Some(last)) = (pages.iter().find(wanted), pages.iter().rfind(wanted)) else {
+        return true;
+    };
+    if !read(vm, &(*first..last + 1), buffer) {
+        return false;
+    }
+    for run in pages.chunk_by(|a, b| a + 1 == *b) {
+        let run = run[0].max(*first)..(run[run.len() - 1] + 1).min(last + 1);
+        if run.is_empty() {
+            continue;
+        }
+        let at = |page: u64| ((page - first) * vm.regions.page_bytes()) as usize;
+        match vm.place_all(run.clone(), Some(&buffer[at(run.start)..at(run.end)])) {
+            Some(fresh) => vm.figures.replayed.add(fresh),
+            None => return false,
+        }
+    }
+    true
+}
+
+/// Reads pages until that works. Returns false once the VM has ended.
+fn read(vm: &Vm, pages: &Range<u64>, buffer: &mut Vec<u8>) -> bool {
+    let (_, offset) = vm.regions.place_of(pages.start);
+    buffer.resize(
+        ((pages.end - pages.start) * vm.regions.page_bytes()) as usize,
+        0,
+    );
+    while !vm.stop.is_asked() {
+        match vm.source.read(offset, buffer) {
+            Ok(()) => return true,
+            // A page that nobody waits for is no loss: the VM's own faults decide.
+            Err(_) => pause(vm, PAUSE),
+        }
+    }
+    false
+}
+
+fn pause(vm: &Vm, time: Duration) {
+    let deadline = Instant::now() + time;
+    while !vm.stop.is_asked() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            break;
+        }
+        std::thread::sleep(left.min(Duration::from_millis(20)));
+    }
+}
+
+/// Loads all pages, as the request says.
+fn load_all(vm: &Vm) {
+    let rate = match vm.restore.background {
+        Background::Off => return,
+        Background::Idle => None,
+        Background::Rate(rate) => Some(rate.get() as f64),
+    };
+    lower_priority();
+    let page_bytes = vm.regions.page_bytes();
+    let mut buffer = Vec::new();
+    let (began, mut bytes) = (Instant::now(), 0_u64);
+    let mut page = 0;
+    while page < vm.regions.pages() && !vm.stop.is_asked() {
+        let step = vm.regions.block_of(page, STEP);
+        let run = missing_run(vm, page..step.end);
+        page = run.end;
+        if run.is_empty() {
+            continue;
+        }
+        let (_, offset) = vm.regions.place_of(run.start);
+        let len = (run.end - run.start) * page_bytes;
+        let contents = if vm.source.is_zero(offset, len) {
+            None
+        } else {
+            match rate {
+                Some(rate) => {
+                    let due = Duration::from_secs_f64(bytes as f64 / rate);
+                    pause(vm, due.saturating_sub(began.elapsed()));
+                }
+                None => {
+                    while !vm.stop.is_asked() && (vm.jobs.waiting() > 0 || vm.idle_for() < IDLE) {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                }
+            }
+            if !read(vm, &run, &mut buffer) {
+                return;
+            }
+            bytes += len;
+            Some(&buffer[..])
+        };
+        match vm.place_all(run, contents) {
+            Some(fresh) => vm.figures.background.add(fresh),
+            None => return,
+        }
+    }
+}
+
+/// The first run of missing pages in `pages`; empty, and at the end, if there is none.
+fn missing_run(vm: &Vm, pages: Range<u64>) -> Range<u64> {
+    let there = |page: u64| vm.shared.placed().test(page) || vm.shared.removed().test(page);
+    let start = pages
+        .clone()
+        .find(|&page| !there(page))
+        .unwrap_or(pages.end);
+    let end = (start..pages.end)
+        .find(|&page| there(page))
+        .unwrap_or(pages.end);
+    start..end
+}

@@ -1,0 +1,49 @@
+//! A page server: VMs that start from a snapshot before their memory is read.
+//!
+//! **Guarantee.** A page of a VM has the snapshot's contents until the VM changes it. It is zero
+//! after the VM has given it back (a balloon). A page is never zero because something failed. The
+//! server may be killed at any moment: the next one takes its VMs over, and they notice a pause.
+//! Two servers never serve one VM.
+//!
+//! **Mechanism.** [`Pager`] has the restores of a process. Each waits at a socket of its own for
+//! its VMM, which sends the layout of its memory and a userfaultfd ([`Handshake`]). One thread a
+//! restore reads the userfaultfd and answers faults whose bytes are at hand. Others wait for a
+//! [`Source`] in a pool, so a slow page delays none that is at hand. A directory has what
+//! outlives the process: see `docs/pager-states.md`.
+//!
+//! **Neighbours.** Below: `userfault` and `addr`. Above: the command line. This crate must not
+//! know machines, vCPUs or migrations.
+
+mod answer;
+mod background;
+mod bits;
+mod directory;
+mod figures;
+mod handshake;
+mod jobs;
+mod listen;
+mod name;
+mod options;
+mod pager;
+mod recording;
+mod regions;
+mod restore;
+mod serve;
+mod shared;
+mod source;
+mod status;
+mod vm;
+mod vmm;
+
+pub use directory::DirectoryError;
+#[doc(hidden)]
+pub use handshake::parse_regions;
+pub use handshake::{Handshake, HandshakeError, MAX_HANDSHAKE_BYTES, MAX_REGIONS};
+pub use listen::ListenError;
+pub use name::{Name, NameError};
+pub use options::{Background, OnLoss, Owner, Restore};
+pub use pager::{EndError, Keeper, Pager, RestoreError, Settings, StartError};
+pub use recording::{Recording, RecordingError};
+pub use regions::Region;
+pub use source::{FileSource, Source, SourceError, open as open_source};
+pub use status::{Latency, Phase, Status, Survival};

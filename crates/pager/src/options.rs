@@ -1,0 +1,105 @@
+//! The request for a restore. As JSON it is the body of `PUT /restores/{id}`.
+
+use serde::{Deserialize, Serialize};
+use std::num::NonZeroU64;
+use std::path::PathBuf;
+
+/// A snapshot, the socket at which its VMM asks for pages, and how they are served.
+///
+/// ```
+/// use pageferry_pager::{Background, Restore};
+///
+/// let body = r#"{"memory": "/snapshots/web/memory", "socket": "/run/web.sock"}"#;
+/// let restore: Restore = serde_json::from_str(body)?;
+/// assert_eq!(restore.background, Background::Off);
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Restore {
+    /// The memory file of the snapshot. It must not change while a VM uses it.
+    pub memory: PathBuf,
+    /// The path of the Unix socket that the pager makes.
+    pub socket: PathBuf,
+    /// Owner and mode of that socket. A jailed VMM has a user of its own.
+    #[serde(default)]
+    pub owner: Owner,
+    /// Whether pages come that nobody asked for.
+    #[serde(default)]
+    pub background: Background,
+    /// What happens to the VM while its memory cannot be read.
+    #[serde(default)]
+    pub on_loss: OnLoss,
+    /// Where the order of first touches is written, when the restore ends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub record: Option<PathBuf>,
+    /// A recording whose pages are loaded ahead of the faults.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replay: Option<PathBuf>,
+}
+
+impl Restore {
+    /// A restore of `memory` at `socket`, with defaults.
+    #[must_use]
+    pub fn new(memory: impl Into<PathBuf>, socket: impl Into<PathBuf>) -> Self {
+        Self {
+            memory: memory.into(),
+            socket: socket.into(),
+            owner: Owner::default(),
+            background: Background::default(),
+            on_loss: OnLoss::default(),
+            record: None,
+            replay: None,
+        }
+    }
+}
+
+/// Owner and mode of a socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Owner {
+    /// The user id; the pager's by default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub user: Option<u32>,
+    /// The group id; the pager's by default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub group: Option<u32>,
+    /// The permission bits, 0o600 (384) by default. JSON has no octal numbers.
+    pub mode: u32,
+}
+
+impl Default for Owner {
+    fn default() -> Self {
+        Self {
+            user: None,
+            group: None,
+            mode: 0o600,
+        }
+    }
+}
+
+/// Whether pages come that nobody asked for. They cost the host memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Background {
+    /// Only pages that the VM touches, and their neighbours that are at hand.
+    #[default]
+    Off,
+    /// All pages, while no fault waits.
+    Idle,
+    /// All pages, at most this number of bytes a second.
+    Rate(NonZeroU64),
+}
+
+/// What happens to a VM while a page that it waits for cannot be read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnLoss {
+    /// Its threads wait. The pager reads again, every second in the end.
+    #[default]
+    Wait,
+    /// SIGKILL: an orchestrator starts another VM.
+    Kill,
+    /// SIGSTOP: it stands still as a whole, until an operator sends SIGCONT.
+    Pause,
+}

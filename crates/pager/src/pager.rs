@@ -1,0 +1,380 @@
+//! [`Pager`]: the restores of a process.
+
+use crate::directory::{Directory, DirectoryError, Record};
+use crate::listen::ListenError;
+use crate::name::Name;
+use crate::options::Restore;
+use crate::recording::RecordingError;
+use crate::restore::{Begin, Common, Entry, Held, Prepared};
+use crate::source::SourceError;
+use crate::status::Status;
+use crate::vm::locked;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// The most restores of a pager, ended ones included.
+const MAX_RESTORES: usize = 4096;
+/// The ended restores that are still shown.
+const MAX_ENDED: usize = 256;
+
+/// Keeps descriptors while the process dies and starts again, such as systemd's FDSTORE.
+pub trait Keeper: Send + Sync {
+    /// Keeps a descriptor under a name.
+    ///
+    /// # Errors
+    /// One sentence.
+    fn keep(&self, name: &str, fd: BorrowedFd<'_>) -> Result<(), String>;
+
+    /// Closes what is kept under a name.
+    fn forget(&self, name: &str);
+}
+
+/// How a pager starts.
+#[derive(Default)]
+pub struct Settings {
+    /// What outlives the process lies here: best a directory of its own on tmpfs.
+    pub directory: PathBuf,
+    /// Whether a pager that runs on the directory is ended first.
+    pub take_over: bool,
+    /// What keeps descriptors.
+    pub keeper: Option<Box<dyn Keeper>>,
+    /// What was kept for this process, by name.
+    pub kept: HashMap<String, OwnedFd>,
+}
+
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Settings")
+            .field("directory", &self.directory)
+            .field("take_over", &self.take_over)
+            .field("kept", &self.kept)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A pager cannot start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// The directory cannot be used.
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    /// The records cannot be read.
+    #[error("cannot read the records of the former pager: {0}")]
+    Records(io::Error),
+    /// The host has no descriptor or thread left.
+    #[error("cannot serve the VMs of the former pager: {0}")]
+    Host(io::Error),
+}
+
+/// A restore cannot begin.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RestoreError {
+    /// The name is in use.
+    #[error("there is a restore {0} already: end it, or choose another name")]
+    Exists(Name),
+    /// There are too many.
+    #[error("there are {MAX_RESTORES} restores already: end some")]
+    Full,
+    /// The memory cannot be read.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The socket cannot be made.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// The recording cannot be read.
+    #[error(transparent)]
+    Recording(#[from] RecordingError),
+    /// The record cannot be written, or the host has no descriptor or thread left.
+    #[error("cannot begin the restore: {0}")]
+    Host(#[from] io::Error),
+}
+
+/// A restore cannot be ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EndError {
+    /// There is none.
+    #[error("there is no restore {0}")]
+    Absent(Name),
+    /// Its VM needs it.
+    #[error(
+        "{pages} pages of the VM are missing: end the VM first, load its memory, or let the pager \
+         kill it"
+    )]
+    Needed {
+        /// The missing pages.
+        pages: u64,
+    },
+    /// Its VM waits for pages, and cannot be served.
+    #[error("its VM waits for ever ({0}): end the VM first, or let the pager kill it")]
+    Failed(String),
+    /// A system call failed.
+    #[error("cannot end the restore: {0}")]
+    Host(String),
+}
+
+/// The restores of a process: each is one VM that starts from a snapshot.
+///
+/// Dropping a pager stops serving. Its VMs wait for the next one on the same directory.
+///
+/// ```
+/// use pageferry_pager::{Pager, Phase, Restore, Settings};
+///
+/// # let scratch = std::env::temp_dir().join(format!("pageferry-doc-{}", std::process::id()));
+/// # std::fs::create_dir(&scratch)?;
+/// let memory = scratch.join("memory");
+/// std::fs::write(&memory, vec![7; 1 << 20])?;
+///
+/// let settings = Settings { directory: scratch.join("state"), ..Settings::default() };
+/// let pager = Pager::start(settings)?;
+/// let name = "web".parse()?;
+/// pager.restore(&name, Restore::new(&memory, scratch.join("web.sock")))?;
+/// // Now Firecracker gets `PUT /snapshot/load` with the backend `Uffd` and that socket.
+/// assert_eq!(pager.status(&name).unwrap().phase, Phase::Waiting);
+/// pager.end(&name, false)?;
+/// # std::fs::remove_dir_all(&scratch)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Pager {
+    common: Arc<Common>,
+    restores: Mutex<BTreeMap<Name, Served>>,
+}
+
+struct Served {
+    entry: Arc<Entry>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl fmt::Debug for Pager {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pager")
+            .field("directory", &self.common.directory.path())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Pager {
+    /// Starts a pager, and serves the VMs of the former one on its directory again.
+    ///
+    /// # Errors
+    /// [`StartError`]. A single VM that cannot be served is no error: its status says why.
+    pub fn start(mut settings: Settings) -> Result<Self, StartError> {
+        let directory = Directory::take(&settings.directory, settings.take_over)?;
+        let pager = Self {
+            common: Arc::new(Common {
+                directory: Arc::new(directory),
+                keeper: settings.keeper,
+            }),
+            restores: Mutex::default(),
+        };
+        let records = pager
+            .common
+            .directory
+            .records()
+            .map_err(StartError::Records)?;
+        for (name, record) in records {
+            match record {
+                Ok(record) => {
+                    let kept = settings.kept.remove(name.as_str());
+                    pager.again(name, record, kept).map_err(StartError::Host)?;
+                }
+                // It stays for a person, or for the version that wrote it.
+                Err(why) => tracing::error!("a restore of the former pager is passed over: {why}"),
+            }
+        }
+        for name in settings.kept.keys() {
+            if let Some(keeper) = &pager.common.keeper {
+                keeper.forget(name);
+            }
+        }
+        Ok(pager)
+    }
+
+    /// Takes up a restore of the former pager.
+    fn again(&self, name: Name, record: Record, kept: Option<OwnedFd>) -> io::Result<()> {
+        if let Some(memory) = record.memory.clone() {
+            match Entry::again(&name, record, &memory, kept, &self.common)? {
+                Some((entry, begin)) => self.spawn(&mut locked(&self.restores), entry, begin)?,
+                // Its VM has ended while nobody served it.
+                None => self.common.directory.remove(&name)?,
+            }
+            return Ok(());
+        }
+        let fault = record.vmm.map(|vmm| {
+            format!(
+                "the former pager ended during the handshake of process {}: end that VM, and start \
+                 it again",
+                vmm.pid
+            )
+        });
+        if let Some(fault) = &fault {
+            tracing::error!(restore = %name, "{fault}");
+        }
+        match Prepared::new(&record.restore) {
+            Ok(prepared) => {
+                let entry = Entry::waiting(name, record.restore, fault, self.common.clone())?;
+                let begin = Begin::Listen(prepared);
+                self.spawn(&mut locked(&self.restores), entry, begin)
+            }
+            Err(why) => {
+                tracing::error!(restore = %name, "it cannot wait for its VMM again: {why}");
+                self.common.directory.remove(&name)
+            }
+        }
+    }
+
+    /// Begins a restore. From the return on, the VMM may connect to its socket.
+    ///
+    /// # Errors
+    /// [`RestoreError`]. Nothing is left of the restore then.
+    pub fn restore(&self, name: &Name, restore: Restore) -> Result<(), RestoreError> {
+        let mut restores = locked(&self.restores);
+        if restores
+            .get(name)
+            .is_some_and(|served| !served.entry.has_ended())
+        {
+            return Err(RestoreError::Exists(name.clone()));
+        }
+        forget_ended(&mut restores);
+        if restores.len() >= MAX_RESTORES {
+            return Err(RestoreError::Full);
+        }
+        let prepared = Prepared::new(&restore)?;
+        let begun = self.begin(&mut restores, name, &restore, prepared);
+        if begun.is_err() {
+            let _ = std::fs::remove_file(&restore.socket);
+            let _ = self.common.directory.remove(name);
+        }
+        Ok(begun?)
+    }
+
+    fn begin(
+        &self,
+        restores: &mut BTreeMap<Name, Served>,
+        name: &Name,
+        restore: &Restore,
+        prepared: Prepared,
+    ) -> io::Result<()> {
+        let record = Record::new(restore.clone(), prepared.source.identity());
+        self.common.directory.write(name, &record)?;
+        let entry = Entry::waiting(name.clone(), restore.clone(), None, self.common.clone())?;
+        self.spawn(restores, entry, Begin::Listen(prepared))
+    }
+
+    fn spawn(
+        &self,
+        restores: &mut BTreeMap<Name, Served>,
+        entry: Arc<Entry>,
+        begin: Begin,
+    ) -> io::Result<()> {
+        let own = entry.clone();
+        let thread = std::thread::Builder::new()
+            .name(format!("serve-{}", entry.name))
+            .spawn(move || own.run(begin))?;
+        let served = Served {
+            entry: entry.clone(),
+            thread: Some(thread),
+        };
+        restores.insert(entry.name.clone(), served);
+        Ok(())
+    }
+
+    fn entry(&self, name: &Name) -> Option<Arc<Entry>> {
+        let restores = locked(&self.restores);
+        restores.get(name).map(|served| served.entry.clone())
+    }
+
+    /// A restore, `None` if there is none of this name.
+    #[must_use]
+    pub fn status(&self, name: &Name) -> Option<Status> {
+        self.entry(name).map(|entry| entry.status())
+    }
+
+    /// All restores by name, and the last ones that have ended.
+    #[must_use]
+    pub fn list(&self) -> Vec<Status> {
+        let entries: Vec<_> = {
+            let restores = locked(&self.restores);
+            restores
+                .values()
+                .map(|served| served.entry.clone())
+                .collect()
+        };
+        entries.iter().map(|entry| entry.status()).collect()
+    }
+
+    /// Ends a restore: one that waits, one whose VM has all its pages and needs no pager any more,
+    /// one that has ended, and with `kill` any other, whose VMM gets SIGKILL.
+    ///
+    /// # Errors
+    /// [`EndError`]. Nothing has changed then.
+    pub fn end(&self, name: &Name, kill: bool) -> Result<(), EndError> {
+        let entry = self
+            .entry(name)
+            .ok_or_else(|| EndError::Absent(name.clone()))?;
+        entry.release(kill).map_err(|held| match held {
+            Held::Missing(pages) => EndError::Needed { pages },
+            Held::Failed(why) => EndError::Failed(why),
+            Held::Signal(errno) => EndError::Host(format!("cannot kill the VMM: {errno}")),
+            Held::Kernel(why) => EndError::Host(why),
+        })?;
+        let served = {
+            let mut restores = locked(&self.restores);
+            match restores.get(name) {
+                // Not one that has taken its place meanwhile.
+                Some(served) if Arc::ptr_eq(&served.entry, &entry) => restores.remove(name),
+                _ => None,
+            }
+        };
+        join(served);
+        Ok(())
+    }
+
+    /// Waits until a restore's VMM has ended, but at most `limit`. Returns whether it has; a restore
+    /// that there is not has ended too.
+    #[must_use]
+    pub fn wait_ended(&self, name: &Name, limit: Duration) -> bool {
+        self.entry(name).is_none_or(|entry| entry.wait_ended(limit))
+    }
+}
+
+impl Drop for Pager {
+    fn drop(&mut self) {
+        let restores = std::mem::take(&mut *locked(&self.restores));
+        for served in restores.values() {
+            served.entry.stop.ask();
+        }
+        for served in restores.into_values() {
+            join(Some(served));
+        }
+    }
+}
+
+/// Waits for the thread of a restore. A panic of it was told when it happened.
+fn join(served: Option<Served>) {
+    if let Some(thread) = served.and_then(|mut served| served.thread.take()) {
+        let _ = thread.join();
+    }
+}
+
+/// Forgets ended restores beyond those that are shown.
+fn forget_ended(restores: &mut BTreeMap<Name, Served>) {
+    let ended = restores
+        .values()
+        .filter(|served| served.entry.has_ended())
+        .count();
+    let mut excess = ended.saturating_sub(MAX_ENDED);
+    restores.retain(|_, served| {
+        let goes = excess > 0 && served.entry.has_ended();
+        excess -= usize::from(goes);
+        !goes
+    });
+}

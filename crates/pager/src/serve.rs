@@ -1,0 +1,242 @@
+//! The thread of a VM that reads its userfaultfd.
+//!
+//! **Guarantee.** Messages are read in the order of the kernel, straight into the ring that
+//! outlives this process. Removals of a batch are recorded before any of its faults is answered.
+//! The thread itself never waits for a source.
+
+use crate::answer::Placed;
+use crate::figures::Way;
+use crate::jobs::Jobs;
+use crate::shared::Ring;
+use crate::source::SourceError;
+use crate::vm::Vm;
+use pageferry_addr::Hva;
+use pageferry_userfault::uffd::{Event, MESSAGE_BYTES, ReadError, decode_message};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The most zero pages that come with a touched one. They cost page tables and no memory.
+const ZEROS_AROUND: u64 = 64 << 10;
+/// The pause before a refused page is tried again.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// The reason why a VM is not served any more.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The VMM has ended.
+    Vmm,
+    /// The pager ends, or the restore was released.
+    Stopped,
+    /// The userfaultfd cannot be read.
+    Failed(String),
+}
+
+/// A fault that waits for its answer.
+struct Fault {
+    page: u64,
+    arrived: Instant,
+}
+
+/// Serves a VM until it or the pager ends.
+pub(crate) fn serve(vm: &Arc<Vm>, ring: &mut Ring) -> End {
+    let end = run(vm, ring);
+    vm.jobs.close();
+    end
+}
+
+fn run(vm: &Arc<Vm>, ring: &mut Ring) -> End {
+    let mut faults = VecDeque::new();
+    let mut buffer = Vec::new();
+    loop {
+        if let Err(end) = wait(vm, faults.is_empty()) {
+            return end;
+        }
+        if let Err(why) = read(vm, ring, &mut faults) {
+            return End::Failed(why.to_string());
+        }
+        // A refused fault goes behind the others, and the messages are read before it is tried
+        // again: one of them may be the removal for which the kernel refused it.
+        let (mut changing, mut refused) = (false, false);
+        for _ in 0..faults.len() {
+            let Some(fault) = faults.pop_front() else {
+                break;
+            };
+            match answer(vm, &fault, &mut buffer) {
+                Placed::All => {}
+                Placed::Gone => return End::Vmm,
+                Placed::Changing(_) => {
+                    changing = true;
+                    faults.push_back(fault);
+                }
+                Placed::Refused(_) => {
+                    refused = true;
+                    faults.push_back(fault);
+                }
+            }
+        }
+        match (refused, changing) {
+            (true, _) => std::thread::sleep(PAUSE),
+            (false, true) => std::thread::yield_now(),
+            _ => {}
+        }
+    }
+}
+
+/// Waits for messages, or only looks if `sleeps` is false.
+fn wait(vm: &Vm, sleeps: bool) -> Result<(), End> {
+    let bell = vm.stop.bell();
+    let ended = vm.vmm.end();
+    let mut fds = [
+        PollFd::new(&vm.uffd, PollFlags::IN),
+        PollFd::new(&bell, PollFlags::IN),
+        PollFd::new(&ended, PollFlags::IN),
+    ];
+    let timeout = (!sleeps).then(Timespec::default);
+    match poll(&mut fds, timeout.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => {}
+        Err(errno) => return Err(End::Failed(format!("poll failed: {errno}"))),
+    }
+    if vm.stop.is_asked() {
+        return Err(End::Stopped);
+    }
+    if !fds[2].revents().is_empty() {
+        return Err(End::Vmm);
+    }
+    Ok(())
+}
+
+/// Reads messages, and records what they say.
+fn read(vm: &Vm, ring: &mut Ring, faults: &mut VecDeque<Fault>) -> Result<(), ReadError> {
+    let _exclusive = vm.gate.write().unwrap_or_else(PoisonError::into_inner);
+    let messages = vm.shared.messages(ring);
+    let count = vm.uffd.read_messages(messages)?;
+    let arrived = Instant::now();
+    record(vm, &mut messages[..count], |page| {
+        faults.push_back(Fault { page, arrived });
+    });
+    Ok(())
+}
+
+/// Records the messages of a former pager. Its faults come again, since their threads are woken.
+pub(crate) fn recover(vm: &Vm, ring: &mut Ring) {
+    let _exclusive = vm.gate.write().unwrap_or_else(PoisonError::into_inner);
+    record(vm, vm.shared.messages(ring), |_| ());
+}
+
+/// Wakes all threads that sleep on a page of the VM. Those whose page is missing fault again.
+pub(crate) fn wake_all(vm: &Vm) {
+    for region in vm.regions.iter() {
+        // The VMM may have unmapped a part, or ended: both are found out later.
+        let _ = vm.uffd.wake(Hva(region.address), region.size);
+    }
+}
+
+/// Records the removals first, then passes the faults on, then empties the messages.
+fn record(vm: &Vm, messages: &mut [[u8; MESSAGE_BYTES]], mut fault: impl FnMut(u64)) {
+    for message in messages.iter() {
+        match decode_message(message) {
+            Some(event @ Event::Remove { .. }) => {
+                if let Some(range) = event.dropped(vm.regions.page_bytes()) {
+                    vm.record_removal(&range);
+                }
+            }
+            Some(Event::PageFault(touched)) => {
+                // An address beside the regions is registered by the VMM itself, for others.
+                if let Some(page) = vm.regions.page_at(touched.address) {
+                    fault(page);
+                }
+            }
+            _ => {}
+        }
+    }
+    for message in messages {
+        message.fill(0);
+    }
+}
+
+/// Answers a fault, or gives it to the threads that wait for the source.
+fn answer(vm: &Arc<Vm>, fault: &Fault, buffer: &mut Vec<u8>) -> Placed {
+    let page = fault.page;
+    if vm.shared.placed().test(page) {
+        // It came between the fault and now. The thread may have gone to sleep after the wake-up.
+        vm.wake(page);
+        return Placed::All;
+    }
+    let page_bytes = vm.regions.page_bytes();
+    let (_, offset) = vm.regions.place_of(page);
+    let (way, how) = if vm.shared.removed().test(page) {
+        (Way::Zero, vm.place_removed(page))
+    } else if vm.source.is_zero(offset, page_bytes) {
+        (Way::Zero, zeros(vm, page))
+    } else {
+        match at_hand(vm, page, buffer) {
+            Ok(Some(around)) => {
+                let attempt = vm.place(around, Some(buffer));
+                vm.figures.neighbours.add(attempt.fresh.saturating_sub(1));
+                (Way::AtHand, attempt.how)
+            }
+            Ok(None) => {
+                vm.touched(page);
+                Jobs::add(vm, page, fault.arrived);
+                return Placed::All;
+            }
+            Err(why) => {
+                vm.source_failed(&why);
+                Jobs::add(vm, page, fault.arrived);
+                return Placed::All;
+            }
+        }
+    };
+    if how != Placed::All {
+        return how;
+    }
+    if !vm.shared.placed().test(page) {
+        // It was given back meanwhile.
+        return Placed::Changing(page);
+    }
+    vm.touched(page);
+    vm.figures.answered(way, fault.arrived.elapsed());
+    Placed::All
+}
+
+/// Places a page that is zero in the source, and its neighbours that are zero too.
+fn zeros(vm: &Vm, page: u64) -> Placed {
+    let around = vm.regions.block_of(page, ZEROS_AROUND);
+    let (_, offset) = vm.regions.place_of(around.start);
+    let bytes = (around.end - around.start) * vm.regions.page_bytes();
+    let run = if vm.source.is_zero(offset, bytes) {
+        around
+    } else {
+        page..page + 1
+    };
+    let attempt = vm.place(run, None);
+    vm.figures.neighbours.add(attempt.fresh.saturating_sub(1));
+    attempt.how
+}
+
+/// Reads the page and its neighbours if they are at hand, else the page alone.
+fn at_hand(vm: &Vm, page: u64, buffer: &mut Vec<u8>) -> Result<Option<Range<u64>>, SourceError> {
+    let page_bytes = vm.regions.page_bytes();
+    let around = vm.around(page, &(0..vm.regions.pages()));
+    for run in [around, page..page + 1] {
+        let (_, offset) = vm.regions.place_of(run.start);
+        buffer.resize(((run.end - run.start) * page_bytes) as usize, 0);
+        if vm.source.read_now(offset, buffer)? {
+            return Ok(Some(run));
+        }
+    }
+    Ok(None)
+}
+
+impl Vm {
+    /// Wakes the threads that sleep on a page.
+    pub(crate) fn wake(&self, page: u64) {
+        let (address, _) = self.regions.place_of(page);
+        // A VMM that has ended has no sleepers.
+        let _ = self.uffd.wake(address, self.regions.page_bytes());
+    }
+}

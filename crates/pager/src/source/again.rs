@@ -1,0 +1,81 @@
+//! The source of a restore that was taken over: it may be away for now.
+//!
+//! **Guarantee.** It has the identity that it had when the restore began. Until it can be opened it
+//! is a source whose reads fail, so the VM's policy for lost sources decides.
+
+use super::{Source, SourceError, open};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+#[derive(Debug)]
+struct Again {
+    path: PathBuf,
+    identity: String,
+    bytes: u64,
+    opened: OnceLock<Arc<dyn Source>>,
+}
+
+/// Opens the source of `path`, now or when it is read. It must be the one with this identity, and
+/// have at least `bytes` bytes.
+pub(crate) fn again(path: &Path, identity: String, bytes: u64) -> Arc<dyn Source> {
+    let again = Again {
+        path: path.to_owned(),
+        identity,
+        bytes,
+        opened: OnceLock::new(),
+    };
+    match again.opened() {
+        Ok(source) => source.clone(),
+        Err(_) => Arc::new(again),
+    }
+}
+
+impl Again {
+    fn opened(&self) -> Result<&Arc<dyn Source>, SourceError> {
+        if let Some(source) = self.opened.get() {
+            return Ok(source);
+        }
+        let source = open(&self.path)?;
+        let now = source.identity();
+        if now != self.identity {
+            return Err(SourceError::Changed {
+                what: self.path.display().to_string(),
+                before: self.identity.clone(),
+                now,
+            });
+        }
+        Ok(self.opened.get_or_init(|| source))
+    }
+}
+
+impl Source for Again {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn block(&self) -> u64 {
+        // Fixed: blocks of faults that wait must not change when the source comes back.
+        64 << 10
+    }
+
+    fn is_zero(&self, offset: u64, len: u64) -> bool {
+        self.opened
+            .get()
+            .is_some_and(|source| source.is_zero(offset, len))
+    }
+
+    fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, SourceError> {
+        match self.opened.get() {
+            Some(source) => source.read_now(offset, buffer),
+            None => Ok(false),
+        }
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
+        self.opened()?.read(offset, buffer)
+    }
+
+    fn identity(&self) -> String {
+        self.identity.clone()
+    }
+}
