@@ -4,6 +4,7 @@ use crate::bench::BenchArgs;
 use crate::control::change::ChangeOptions;
 use crate::control::options::{MigrateOptions, TlsOptions};
 use crate::exit::TABLE;
+use crate::pager::PagerArgs;
 use crate::{rate, size};
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -139,6 +140,12 @@ pub(crate) enum Command {
     Abandon(AbandonArgs),
     /// End a VM on this host
     Quit(VmArgs),
+    /// Serve the memory of VMs that start from a snapshot: Firecracker's page faults
+    ///
+    /// A VM runs before its memory is read. The pager may be ended or killed at any moment: the next
+    /// one takes its VMs over.
+    #[command(after_help = EXIT_CODES)]
+    Pager(PagerArgs),
     /// Say what this host can do, what that means for Pageferry, and how to get what is missing
     #[command(after_help = EXIT_CODES)]
     Probe(ProbeArgs),

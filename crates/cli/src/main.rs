@@ -41,6 +41,7 @@ mod memory;
 mod metrics;
 mod migrate;
 mod output;
+mod pager;
 mod probe;
 mod procfs;
 mod progress;
@@ -96,7 +97,11 @@ fn start(cli: &Cli) -> Result<u8, Failure> {
 }
 
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
-    let owns_vm = matches!(cli.command, Command::Run(_) | Command::Receive(_));
+    let owns_vm = match &cli.command {
+        Command::Run(_) | Command::Receive(_) => true,
+        Command::Pager(args) => args.serves(),
+        _ => false,
+    };
     let interrupts = Interrupts::install(owns_vm)?;
     output::wait_by(&interrupts, owns_vm);
     match &cli.command {
@@ -116,6 +121,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Abandon(args) => recovery::abandon(args, &interrupts),
         Command::Set(args) => set::set(args, &interrupts),
         Command::Cancel(args) => recovery::cancel(args, &interrupts),
+        Command::Pager(args) => pager::pager(args, &interrupts),
         Command::Probe(args) => probe::probe(args),
         Command::Bench(args) => bench::bench(args),
         Command::Completions(args) => {

@@ -29,7 +29,7 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// The directory, whether it exists or not.
-fn directory() -> PathBuf {
+pub(crate) fn directory() -> PathBuf {
     let user = rustix::process::geteuid();
     match std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| Path::new(dir).is_absolute()) {
         Some(dir) => Path::new(&dir).join("pageferry"),

@@ -39,11 +39,11 @@ pub use directory::DirectoryError;
 #[doc(hidden)]
 pub use handshake::parse_regions;
 pub use handshake::{Handshake, HandshakeError, MAX_HANDSHAKE_BYTES, MAX_REGIONS};
-pub use listen::ListenError;
+pub use listen::{ListenError, listen_at};
 pub use name::{Name, NameError};
 pub use options::{Background, OnLoss, Owner, Restore};
 pub use pager::{EndError, Keeper, Pager, RestoreError, Settings, StartError};
 pub use recording::{Recording, RecordingError};
 pub use regions::Region;
 pub use source::{FileSource, Source, SourceError, open as open_source};
-pub use status::{Latency, Phase, Status, Survival};
+pub use status::{Latency, Phase, Status, Survival, VmStatus};

@@ -38,8 +38,11 @@ pub enum ListenError {
     },
 }
 
-/// Makes the socket. A socket file that nobody listens at is replaced.
-pub(crate) fn listen_at(path: &Path, owner: &Owner) -> Result<OwnedFd, ListenError> {
+/// Makes a listening socket at `path`. It is close-on-exec and does not block. A socket file that nobody listens at is replaced.
+///
+/// # Errors
+/// [`ListenError`]. No file is left then.
+pub fn listen_at(path: &Path, owner: &Owner) -> Result<OwnedFd, ListenError> {
     let failed = |call| {
         move |errno| ListenError::Failed {
             path: path.to_owned(),

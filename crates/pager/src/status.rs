@@ -23,10 +23,11 @@ pub enum Phase {
 }
 
 /// What the death of the pager would cost.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Survival {
     /// Nothing: the service manager keeps the userfaultfd.
+    #[default]
     Kept,
     /// Nothing: the next pager takes the userfaultfd out of the VMM.
     Taken,
@@ -66,7 +67,7 @@ pub struct Status {
 }
 
 /// A VM that is or was served. Pages are of `page_bytes` bytes.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 #[non_exhaustive]
 pub struct VmStatus {
     /// The process id of its VMM.

@@ -1,0 +1,104 @@
+#![expect(
+    unsafe_code,
+    reason = "descriptors that a process inherits are known by their numbers alone"
+)]
+
+//! The service manager of a pager: descriptors that it keeps, readiness, and the watchdog.
+//!
+//! **Guarantee.** Nothing is claimed that the manager has not said: without `$FDSTORE` (systemd 254)
+//! descriptors count as not kept. Without a manager all of this does nothing.
+
+use crate::exit::Failure;
+use pageferry_pager::Keeper;
+use sd_notify::NotifyState;
+use std::collections::HashMap;
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
+
+/// What begins the names of descriptors of this program.
+const PREFIX: &str = "uffd-";
+
+/// The store of descriptors of the service manager.
+struct Store;
+
+impl Keeper for Store {
+    fn keep(&self, name: &str, fd: BorrowedFd<'_>) -> Result<(), String> {
+        let name = format!("{PREFIX}{name}");
+        let states = [NotifyState::FdStore, NotifyState::FdName(&name)];
+        sd_notify::notify_with_fds(&states, &[fd]).map_err(|why| format!("FDSTORE failed: {why}"))
+    }
+
+    fn forget(&self, name: &str) {
+        let name = format!("{PREFIX}{name}");
+        let states = [NotifyState::FdStoreRemove, NotifyState::FdName(&name)];
+        if let Err(why) = sd_notify::notify(&states) {
+            tracing::warn!("FDSTOREREMOVE failed: {why}");
+        }
+    }
+}
+
+/// The store, if the service manager says that it has room.
+pub(crate) fn keeper() -> Option<Box<dyn Keeper>> {
+    let room = std::env::var("FDSTORE").ok()?.parse::<u32>().ok()?;
+    (room > 0 && std::env::var_os("NOTIFY_SOCKET").is_some()).then(|| Box::new(Store) as _)
+}
+
+/// The descriptors that the service manager kept for this process, by the names of their restores.
+///
+/// # Errors
+/// When the variables of the manager are not readable.
+pub(crate) fn kept() -> Result<HashMap<String, OwnedFd>, Failure> {
+    let cannot = |why| Failure::os("the descriptors of the service manager", why);
+    let all = sd_notify::listen_fds_with_names().map_err(cannot)?;
+    Ok(all.filter_map(|(fd, name)| named(fd, &name)).collect())
+}
+
+fn named(fd: RawFd, name: &str) -> Option<(String, OwnedFd)> {
+    let name = name.strip_prefix(PREFIX)?.to_owned();
+    // SAFETY: the service manager handed the descriptor over under a name of ours, and this is the
+    // only place that takes it, once.
+    Some((name, unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+/// Tells the manager that the pager serves.
+pub(crate) fn ready(text: &str) {
+    tell(&[NotifyState::Ready, NotifyState::Status(text)]);
+}
+
+/// Tells the manager that the pager ends.
+pub(crate) fn stopping() {
+    tell(&[NotifyState::Stopping]);
+}
+
+fn tell(states: &[NotifyState<'_>]) {
+    if let Err(why) = sd_notify::notify(states) {
+        tracing::warn!("the service manager does not listen: {why}");
+    }
+}
+
+/// The watchdog of the manager: it ends a process that says nothing.
+pub(crate) struct Watchdog {
+    /// Half the time that the manager waits.
+    interval: Option<Duration>,
+    last: Instant,
+}
+
+impl Watchdog {
+    pub(crate) fn new() -> Self {
+        Self {
+            interval: sd_notify::watchdog_enabled().map(|limit| limit / 2),
+            last: Instant::now(),
+        }
+    }
+
+    /// Says that the process lives, if it is time to.
+    pub(crate) fn live(&mut self) {
+        if self
+            .interval
+            .is_some_and(|interval| self.last.elapsed() >= interval)
+        {
+            self.last = Instant::now();
+            tell(&[NotifyState::Watchdog]);
+        }
+    }
+}
