@@ -9,13 +9,17 @@
 //!
 //! Networks are in two modules: [`two_hosts`] shapes a link of the kernel, [`shaper`] is a proxy
 //! that injects faults. [`rv64`] has machine code for small guests. With the feature
-//! `certificates`, there are certificates for TLS.
+//! `certificates`, there are certificates for TLS. `firecracker` is a double of Firecracker's side
+//! of a restore.
 //!
 //! **Neighbours.** A development dependency: no crate needs it to build. It uses `std` and rustix,
-//! `hosts` for shaped links and huge pages, rcgen for certificates, and loom under `--cfg loom`.
+//! `hosts` for shaped links and huge pages, `userfault` for the double, rcgen for certificates, and
+//! loom under `--cfg loom`.
 
 #[cfg(feature = "certificates")]
 pub mod certificates;
+#[cfg(not(any(loom, shuttle)))]
+pub mod firecracker;
 mod guest_linux;
 mod huge_pages;
 #[cfg(loom)]

@@ -1,6 +1,7 @@
-//! The bad networks of the test kit.
+//! The bad networks of the test kit, and its double of Firecracker.
 
 mod faults;
+mod firecracker;
 mod schedules;
 mod shaper;
 mod two_hosts;
@@ -13,6 +14,12 @@ use std::time::Duration;
 
 /// No call of a test on a socket takes longer.
 const LIMIT: Duration = Duration::from_secs(60);
+
+/// A process of its own for each double.
+#[test]
+fn firecracker_double() {
+    pageferry_testkit::firecracker::entry();
+}
 
 /// A shaper before a listener of the test's own.
 struct Shaped {
@@ -80,7 +87,7 @@ fn assert_reset(mut stream: &TcpStream) {
 
 /// Checks that the next read finds the end of the stream.
 #[track_caller]
-fn assert_ended(mut stream: &TcpStream) {
+fn assert_ended(mut stream: impl Read) {
     let got = stream.read(&mut [0; 16]).map_err(|why| why.kind());
     assert_eq!(got, Ok(0));
 }

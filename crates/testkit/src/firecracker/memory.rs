@@ -1,0 +1,209 @@
+//! The double's guest memory: mappings, and all accesses to them.
+//!
+//! **Guarantee.** Regions lie at addresses that are multiples of 2 MiB, with holes between them.
+//! Their pages are counted through, without holes, as in the memory file.
+//!
+//! **Mechanism.** One reserved range has room for all regions. Each region is mapped over a part of
+//! it. Words are atomics, so threads may race.
+#![expect(
+    unsafe_code,
+    reason = "maps memory, touches it like a guest, and registers it"
+)]
+
+use super::contents::{PAGE_BYTES, WORDS, Words};
+use pageferry_addr::Hva;
+use pageferry_userfault::uffd::{RegisterMode, Userfaultfd};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous};
+use std::ffi::c_void;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::ptr::{null_mut, with_exposed_provenance_mut};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The alignment of regions, and the size of a huge page: 2 MiB.
+const ALIGN: u64 = 2 << 20;
+
+/// A region of guest memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// The address of its first byte in the double's process.
+    pub base: u64,
+    /// Its size in bytes.
+    pub size: u64,
+    /// The place of its first byte in the memory file, in bytes.
+    pub offset: u64,
+}
+
+/// What the regions are mappings of.
+#[derive(Debug)]
+pub(super) enum Kind {
+    /// Private anonymous memory, in pages of 4 KiB or of 2 MiB of a pool.
+    Anonymous { huge: bool },
+    /// A private mapping of the memory file.
+    File(File),
+}
+
+#[derive(Debug)]
+pub(super) struct Memory {
+    regions: Vec<Region>,
+    kind: Kind,
+}
+
+fn pointer(address: u64) -> *mut c_void {
+    with_exposed_provenance_mut(address as usize)
+}
+
+impl Memory {
+    /// Maps regions of these sizes, in bytes, for the life of the process.
+    pub(super) fn map(sizes: &[u64], kind: Kind) -> Result<Self, Errno> {
+        let room = |size: &u64| size.next_multiple_of(ALIGN) + ALIGN;
+        let reserved = (sizes.iter().map(room).sum::<u64>() + ALIGN) as usize;
+        // SAFETY: the kernel chooses an unused address.
+        let start = unsafe {
+            mmap_anonymous(
+                null_mut(),
+                reserved,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )?
+        };
+        let mut base = (start.expose_provenance() as u64).next_multiple_of(ALIGN);
+        let (mut regions, mut offset) = (Vec::new(), 0);
+        for size in sizes {
+            let region = Region {
+                base,
+                size: *size,
+                offset,
+            };
+            map_region(region, &kind)?;
+            regions.push(region);
+            base += room(size);
+            offset += size;
+        }
+        Ok(Self { regions, kind })
+    }
+
+    pub(super) fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// The number of pages of 4 KiB.
+    pub(super) fn pages(&self) -> u64 {
+        self.regions.iter().map(|region| region.size).sum::<u64>() / PAGE_BYTES
+    }
+
+    /// The number of pages of 4 KiB in a page of the mapping.
+    pub(super) fn unit(&self) -> u64 {
+        match self.kind {
+            Kind::Anonymous { huge: true } => ALIGN / PAGE_BYTES,
+            _ => 1,
+        }
+    }
+
+    /// Registers all regions for missing faults.
+    pub(super) fn register(&self, uffd: &Userfaultfd) -> Result<(), String> {
+        for region in &self.regions {
+            // SAFETY: only words and system calls access the mapping, and it is never unmapped. No
+            // thread holds a lock that a handler needs, as the handler is another process.
+            unsafe { uffd.register(Hva(region.base), region.size, RegisterMode::MISSING) }
+                .map_err(|why| why.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// The region that has `page`, and the page's address.
+    fn find(&self, page: u64) -> (Region, u64) {
+        let offset = page * PAGE_BYTES;
+        let has = |region: &&Region| (region.offset..region.offset + region.size).contains(&offset);
+        let region = *self.regions.iter().find(has).expect("a page of the memory");
+        (region, region.base + (offset - region.offset))
+    }
+
+    /// The words of a page. Every access to them may sleep until a page server has placed the page.
+    pub(super) fn words(&self, page: u64) -> &[AtomicU64; WORDS] {
+        let start = pointer(self.find(page).1).cast::<[AtomicU64; WORDS]>();
+        // SAFETY: 1. the page lies in a mapping that is never unmapped. 2. The only accesses that
+        // are not atomic are those of the kernel.
+        unsafe { &*start }
+    }
+
+    pub(super) fn load(&self, page: u64) -> Words {
+        let words = self.words(page);
+        std::array::from_fn(|word| words[word].load(Ordering::Relaxed))
+    }
+
+    /// Lets the kernel copy a page to a pipe. No thread may write the page meanwhile.
+    pub(super) fn send(&self, page: u64, pipe: impl AsFd) -> Result<usize, Errno> {
+        let start = pointer(self.find(page).1).cast::<u8>();
+        // SAFETY: the page lies in a mapping that is never unmapped, and nobody writes it.
+        let bytes = unsafe { std::slice::from_raw_parts(start, PAGE_BYTES as usize) };
+        rustix::io::write(pipe, bytes)
+    }
+
+    /// Lets the kernel fill the first `len` bytes of a page from a pipe. No other thread may write
+    /// the page meanwhile.
+    pub(super) fn receive(&self, page: u64, len: usize, pipe: impl AsFd) -> Result<usize, Errno> {
+        assert!(len <= PAGE_BYTES as usize, "{len} bytes are not in a page");
+        let start = pointer(self.find(page).1).cast::<u8>();
+        // SAFETY: the page lies in a mapping that is never unmapped. Only the kernel uses the
+        // slice.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(start, len) };
+        rustix::io::read(pipe, bytes)
+    }
+
+    /// The end of the longest run from `page` that [`Memory::remove`] takes, at most `most` units.
+    pub(super) fn run_end(&self, page: u64, most: u64) -> u64 {
+        let region = self.find(page).0;
+        let end = (region.offset + region.size) / PAGE_BYTES;
+        end.min(page.saturating_add(most.saturating_mul(self.unit())))
+    }
+
+    /// Gives the pages `first..end` back, as Firecracker's balloon does. They lie in one region.
+    pub(super) fn remove(&self, first: u64, end: u64) -> Result<(), Errno> {
+        let (region, start) = self.find(first);
+        let len = (end - first) * PAGE_BYTES;
+        assert!(
+            start + len <= region.base + region.size,
+            "pages {first}..{end} do not lie in one region"
+        );
+        // SAFETY: the range lies in one of our mappings. Accesses by words may race with this.
+        unsafe {
+            match &self.kind {
+                Kind::Anonymous { .. } => {
+                    madvise(pointer(start), len as usize, Advice::LinuxDontNeed)
+                }
+                // Dropping the pages of a private mapping would bring the file's contents back.
+                Kind::File(_) => {
+                    let region = Region {
+                        base: start,
+                        size: len,
+                        offset: 0,
+                    };
+                    map_region(region, &Kind::Anonymous { huge: false })
+                }
+            }
+        }
+    }
+}
+
+/// Maps memory at a region's address, in the place of what is there.
+fn map_region(region: Region, kind: &Kind) -> Result<(), Errno> {
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+    let (start, len) = (pointer(region.base), region.size as usize);
+    // SAFETY: the range lies in the reserved one, to which no reference exists but of words.
+    unsafe {
+        match kind {
+            Kind::Anonymous { huge: false } => mmap_anonymous(start, len, access, flags),
+            // With a reservation, a pool that is too small is an error here and no SIGBUS later.
+            Kind::Anonymous { huge: true } => {
+                let flags = MapFlags::PRIVATE | MapFlags::FIXED;
+                let huge = MapFlags::HUGETLB | MapFlags::HUGE_2MB;
+                mmap_anonymous(start, len, access, flags | huge)
+            }
+            Kind::File(file) => mmap(start, len, access, flags, file, region.offset),
+        }
+    }
+    .map(|_| ())
+}
