@@ -1,0 +1,3 @@
+//! The pager, tested from outside.
+
+mod model;
