@@ -42,6 +42,9 @@ pub struct Settings {
     pub directory: PathBuf,
     /// Whether a pager that runs on the directory is ended first.
     pub take_over: bool,
+    /// Whether `pidfd_getfd(2)` may kill this process, as a filter of system calls does. Then a VM
+    /// is taken over only if its descriptor was kept.
+    pub may_not_take: bool,
     /// What keeps descriptors.
     pub keeper: Option<Box<dyn Keeper>>,
     /// What was kept for this process, by name.
@@ -53,6 +56,7 @@ impl fmt::Debug for Settings {
         f.debug_struct("Settings")
             .field("directory", &self.directory)
             .field("take_over", &self.take_over)
+            .field("may_not_take", &self.may_not_take)
             .field("kept", &self.kept)
             .finish_non_exhaustive()
     }
@@ -172,6 +176,7 @@ impl Pager {
             common: Arc::new(Common {
                 directory: Arc::new(directory),
                 keeper: settings.keeper,
+                may_not_take: settings.may_not_take,
             }),
             restores: Mutex::default(),
         };

@@ -12,13 +12,14 @@ use crate::name::Name;
 use crate::options::{OnLoss, Restore};
 use crate::pager::{Keeper, RestoreError};
 use crate::recording::Recording;
-use crate::regions::Regions;
+use crate::regions::{Region, Regions};
 use crate::serve::{End, recover, serve, wake_all};
 use crate::shared::{Ring, Shared};
 use crate::source::{self, Source};
 use crate::status::{Phase, Status, Survival, VmStatus};
 use crate::vm::{Stop, Vm, locked};
 use crate::vmm::{self, Vmm};
+use pageferry_userfault::uffd::Userfaultfd;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
@@ -32,6 +33,16 @@ use std::time::{Duration, Instant};
 pub(crate) struct Common {
     pub(crate) directory: Arc<Directory>,
     pub(crate) keeper: Option<Box<dyn Keeper>>,
+    pub(crate) may_not_take: bool,
+}
+
+impl Common {
+    fn take(&self, vmm: &Vmm, regions: &[Region]) -> Result<Userfaultfd, String> {
+        if self.may_not_take {
+            return Err("a filter of system calls forbids pidfd_getfd".to_owned());
+        }
+        vmm.take_userfaultfd(regions)
+    }
 }
 
 /// One restore.
@@ -116,7 +127,7 @@ impl Entry {
             Some(Ok(uffd)) => Ok(uffd),
             _ => {
                 survival = Survival::Taken;
-                vmm.take_userfaultfd(&memory.regions)
+                common.take(&vmm, &memory.regions)
             }
         };
         let regions = Regions::new(&memory.regions, memory.page_bytes);
@@ -341,12 +352,7 @@ impl Entry {
     }
 
     /// Gives the userfaultfd to the keeper, or tries whether it can be taken out of the VMM.
-    fn survival(
-        &self,
-        vmm: &Vmm,
-        uffd: &pageferry_userfault::uffd::Userfaultfd,
-        regions: &[crate::regions::Region],
-    ) -> Survival {
+    fn survival(&self, vmm: &Vmm, uffd: &Userfaultfd, regions: &[Region]) -> Survival {
         let kept = match &self.common.keeper {
             Some(keeper) => keeper.keep(self.name.as_str(), uffd.as_fd()),
             None => Err("no service manager keeps it".to_owned()),
@@ -354,7 +360,7 @@ impl Entry {
         let Err(not_kept) = kept else {
             return Survival::Kept;
         };
-        match vmm.take_userfaultfd(regions) {
+        match self.common.take(vmm, regions) {
             Ok(_) => Survival::Taken,
             Err(why) => {
                 let why = format!("{why}; {not_kept}");

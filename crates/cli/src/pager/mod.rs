@@ -57,6 +57,7 @@ fn start(directory: PathBuf, take_over: bool) -> Result<Pager, Failure> {
     let settings = Settings {
         directory,
         take_over,
+        may_not_take: !service::may_take(),
         keeper: service::keeper(),
         kept,
     };
@@ -216,13 +217,10 @@ fn serve(args: &ServeArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     for status in &taken {
         output::note(&format!("{}: {}", status.id, line(status)));
     }
-    output::note(&format!("listening at {}", api.display()));
-    if service::keeper().is_none() && !may_take() {
-        output::note(
-            "the death of this pager may cost VMs of other users: no service manager keeps their \
-             descriptors, and CAP_SYS_PTRACE is missing",
-        );
+    if let Some(risk) = service::risk() {
+        output::note(&format!("the death of this pager may cost VMs: {risk}"));
     }
+    output::note(&format!("listening at {}", api.display()));
     service::ready(&format!("serving at {}", api.display()));
     let mut watchdog = service::Watchdog::new();
     while !asked_to_end(interrupts) {
@@ -253,12 +251,6 @@ fn listen(path: &Path) -> Result<UnixListener, Failure> {
     pageferry_pager::listen_at(path, &pageferry_pager::Owner::default())
         .map(UnixListener::from)
         .map_err(|why| Failure::new(Exit::Address, why.to_string()))
-}
-
-/// Whether this process may take descriptors out of processes of other users.
-fn may_take() -> bool {
-    use rustix::thread::{CapabilitySet, capabilities};
-    capabilities(None).is_ok_and(|own| own.effective.contains(CapabilitySet::SYS_PTRACE))
 }
 
 /// `pageferry pager restore`.

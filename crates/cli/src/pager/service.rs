@@ -9,7 +9,10 @@
 //! descriptors count as not kept. Without a manager all of this does nothing.
 
 use crate::exit::Failure;
+use crate::probe::calls;
+use crate::procfs;
 use pageferry_pager::Keeper;
+use rustix::thread::{CapabilitySet, capabilities};
 use sd_notify::NotifyState;
 use std::collections::HashMap;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -58,6 +61,33 @@ fn named(fd: RawFd, name: &str) -> Option<(String, OwnedFd)> {
     // SAFETY: the service manager handed the descriptor over under a name of ours, and this is the
     // only place that takes it, once.
     Some((name, unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+/// Whether no filter kills this process when it takes a descriptor out of another. Only a process
+/// with a filter spends the time for a trial.
+pub(crate) fn may_take() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let unfiltered = procfs::field(&status, "Seccomp:") == Some("0");
+    unfiltered || calls::may_take()
+}
+
+/// Why the death of this pager may cost VMs.
+pub(crate) fn risk() -> Option<&'static str> {
+    if keeper().is_some() {
+        return None;
+    }
+    if !may_take() {
+        return Some(
+            "no service manager keeps their descriptors (FileDescriptorStoreMax), and a filter \
+             forbids pidfd_getfd",
+        );
+    }
+    let traces =
+        capabilities(None).is_ok_and(|own| own.effective.contains(CapabilitySet::SYS_PTRACE));
+    (!traces).then_some(
+        "no service manager keeps their descriptors, and CAP_SYS_PTRACE is missing for VMs of \
+         other users",
+    )
 }
 
 /// Tells the manager that the pager serves.

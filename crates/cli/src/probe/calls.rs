@@ -170,6 +170,24 @@ const PUNCH: c_long = (libc::FALLOC_FL_KEEP_SIZE | libc::FALLOC_FL_PUNCH_HOLE) a
 const REGISTER: c_long = 1 << 4;
 const EXPEDITED: c_long = 1 << 3;
 
+/// The call by which a pager takes a userfaultfd out of a VMM. A VM does not need it, and
+/// `@system-service` lacks it.
+const TAKE: Call = call("pidfd_getfd", libc::SYS_pidfd_getfd, [NO, NO, 0, 0]);
+
+/// The calls from a number on: those of a VM, or behind them that of a pager.
+fn calls_from(first: usize) -> &'static [Call] {
+    CALLS
+        .get(first..)
+        .filter(|calls| !calls.is_empty())
+        .unwrap_or(std::slice::from_ref(&TAKE))
+}
+
+/// Whether a filter lets this process take descriptors out of others. A child tries it.
+pub(crate) fn may_take() -> bool {
+    let mut outcome = FilterFindings::default();
+    child(CALLS.len(), &mut outcome).is_ok() && outcome == FilterFindings::default()
+}
+
 /// The results of the calls.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct FilterFindings {
@@ -184,8 +202,8 @@ pub(super) struct FilterFindings {
 /// The child: makes the calls from this one on, and says what became of each.
 pub(super) fn make_from(first: usize) -> io::Result<()> {
     let mut out = io::stdout();
-    for (at, call) in CALLS.iter().enumerate().skip(first) {
-        write!(out, "{at} ")?;
+    for (index, call) in calls_from(first).iter().enumerate() {
+        write!(out, "{} ", first + index)?;
         out.flush()?;
         let [a, b, c, d] = call.arguments;
         // SAFETY: with these arguments no call reads or writes memory of this process, takes its
@@ -233,7 +251,8 @@ fn child(first: usize, outcome: &mut FilterFindings) -> Result<usize, String> {
     for line in said.lines() {
         let mut words = line.split(' ').filter(|word| !word.is_empty());
         let named = words.next().and_then(|at| at.parse().ok());
-        let Some((at, call)) = named.and_then(|at: usize| Some((at, CALLS.get(at)?))) else {
+        let Some((at, call)) = named.and_then(|at: usize| Some((at, calls_from(at).first()?)))
+        else {
             break;
         };
         match words.next().and_then(|errno| errno.parse::<i32>().ok()) {

@@ -5,7 +5,7 @@
 //! userfaultfd, creates a memfd. A child process tries the system calls, since a filter may kill
 //! it. It changes nothing on the host.
 
-mod calls;
+pub(crate) mod calls;
 mod hardware;
 mod kernel;
 

@@ -10,7 +10,6 @@ mod bench_dirty_log;
 #[cfg(feature = "bench")]
 mod bench_linux;
 #[cfg(feature = "bench")]
-#[cfg(feature = "bench")]
 mod bench_postcopy_latency;
 mod check;
 mod console;
@@ -33,6 +32,7 @@ mod metrics;
 mod named_files;
 mod names;
 mod output;
+mod pager;
 mod paused;
 mod peers;
 mod progress;
@@ -48,3 +48,9 @@ mod trust;
 mod two_hosts;
 mod two_processes;
 mod watch;
+
+/// Becomes Firecracker's double in a process that a test has started for that.
+#[test]
+fn firecracker_double() {
+    pageferry_testkit::firecracker::entry();
+}

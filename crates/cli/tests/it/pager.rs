@@ -1,0 +1,434 @@
+//! `pageferry pager`, with a double of Firecracker as the VMM.
+
+use crate::support::{Dir, Ended, PAGEFERRY, Process, is_alive};
+use pageferry_testkit::firecracker::{Backend, Config, Double, Fields, Task, write_memory_file};
+use pageferry_testkit::wait_until;
+use rustix::process::Signal;
+use serde_json::Value;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const MIB: u64 = 1 << 20;
+const SEED: u64 = 29;
+
+/// A memory file, and a VM that expects its contents. `None` if userfaultfd is not usable here.
+struct Vm {
+    double: Double,
+    memory: PathBuf,
+    socket: PathBuf,
+}
+
+impl Vm {
+    fn start(dir: &Dir) -> Option<Self> {
+        let regions = vec![4 * MIB, 2 * MIB];
+        let (memory, socket) = (dir.path("memory"), dir.path("vm.sock"));
+        write_memory_file(&memory, SEED, 6 * MIB / 4096).unwrap();
+        let double = Double::start(&Config {
+            seed: SEED,
+            regions,
+            backend: Backend::Uffd,
+            vcpus: 2,
+            balloon_us: Some(500),
+        })?;
+        Some(Self {
+            double,
+            memory,
+            socket,
+        })
+    }
+
+    /// The flags that name its memory and its socket.
+    fn flags(&self) -> [String; 4] {
+        let path = |path: &Path| path.to_str().unwrap().to_owned();
+        [
+            "--memory".to_owned(),
+            path(&self.memory),
+            "--socket".to_owned(),
+            path(&self.socket),
+        ]
+    }
+
+    fn connect(&mut self) {
+        self.double.connect(&self.socket, Fields::Both).unwrap();
+    }
+
+    /// Waits until its vCPUs have touched more.
+    #[track_caller]
+    fn assert_goes_on(&mut self) {
+        let touches = |vm: &mut Self| vm.double.status().touches;
+        let before = touches(self);
+        wait_until("every vCPU to touch 50 pages more", || {
+            let now = touches(self);
+            now.iter()
+                .zip(&before)
+                .all(|(now, before)| *now >= before + 50)
+        });
+    }
+
+    /// Checks every page, and ends the VM.
+    #[track_caller]
+    fn assert_whole(mut self) {
+        self.double.pause();
+        self.double.perform(Task::VerifyAll);
+        let status = self.double.status();
+        assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
+        assert!(self.double.quit().success());
+    }
+}
+
+fn words<'a>(first: &[&'a str], more: &'a [String]) -> Vec<&'a str> {
+    first
+        .iter()
+        .copied()
+        .chain(more.iter().map(String::as_str))
+        .collect()
+}
+
+/// A pager for many VMs.
+struct Server {
+    process: Process,
+    api: String,
+}
+
+impl Server {
+    fn start(dir: &Dir) -> Self {
+        Self::start_by(Command::new(PAGEFERRY), dir, &[])
+    }
+
+    fn start_by(command: Command, dir: &Dir, more: &[&str]) -> Self {
+        let api = dir.path("api").to_str().unwrap().to_owned();
+        let args = [&["pager", "serve", "--api", &api][..], more].concat();
+        let process = Process::start_by(command, &args, dir);
+        process.wait_until_said("listening at ");
+        Self { process, api }
+    }
+
+    fn ask(&self, command: &[&str], dir: &Dir) -> Ended {
+        let args = [&["pager"], command, &["--api", &self.api]].concat();
+        Process::start(&args, dir).end()
+    }
+
+    fn status(&self, name: &str, dir: &Dir) -> Value {
+        self.ask(&["status", name, "--json"], dir).json()
+    }
+
+    fn kill(self) {
+        self.process.signal(Signal::KILL);
+        self.process.end();
+    }
+}
+
+#[test]
+fn one_vm_is_served_and_the_same_command_takes_it_up_again_after_a_kill() {
+    let dir = Dir::new();
+    let Some(mut vm) = Vm::start(&dir) else {
+        return;
+    };
+    let flags = vm.flags();
+    let args = words(&["pager", "run", "--json"], &flags);
+    let first = Process::start(&args, &dir);
+    first.wait_until_said("waiting for a VMM at ");
+    vm.connect();
+    vm.double.run();
+    vm.assert_goes_on();
+    first.wait_until_said("serving process ");
+    first.signal(Signal::KILL);
+    first.end();
+    // An ordinary end leaves the VM as a kill does.
+    let second = Process::start(&args, &dir);
+    vm.assert_goes_on();
+    second.interrupt();
+    second
+        .end()
+        .assert_failed(9, "the same command takes it up again");
+    let third = Process::start(&args, &dir);
+    third.wait_until_said("serving process ");
+    vm.assert_goes_on();
+    let pid = vm.double.pid();
+    vm.assert_whole();
+    let ended = third.end();
+    ended.assert_ok();
+    let status = ended.json();
+    assert_eq!(
+        (&status["phase"], &status["vm"]["pid"]),
+        (&"ended".into(), &pid.into())
+    );
+    assert_eq!(status["vm"]["death_of_pager"], "taken", "{status}");
+    std::fs::remove_file(flags[1].as_str()).unwrap();
+    dir.assert_empty();
+}
+
+#[test]
+fn many_vms_are_served_as_requests_say() {
+    let dir = Dir::new();
+    let server = Server::start(&dir);
+    let Some(mut vm) = Vm::start(&dir) else {
+        return;
+    };
+    let flags = vm.flags();
+    server
+        .ask(&words(&["restore", "web"], &flags), &dir)
+        .assert_ok();
+    assert_eq!(server.status("web", &dir)["phase"], "waiting");
+    let again = server.ask(&words(&["restore", "web"], &flags), &dir);
+    again.assert_failed(17, "there is a restore web already");
+    vm.connect();
+    vm.double.run();
+    vm.assert_goes_on();
+    let status = server.status("web", &dir);
+    assert_eq!(status["phase"], "serving", "{status}");
+    assert!(status["vm"]["resident"].as_u64().unwrap() > 0, "{status}");
+    let table = server.ask(&["status"], &dir);
+    table.assert_ok();
+    assert!(
+        table.stdout.contains("the VM outlives the pager"),
+        "{table:?}"
+    );
+    server
+        .ask(&["end", "web"], &dir)
+        .assert_failed(17, "pages of the VM are missing");
+    vm.assert_goes_on();
+    // An upgrade: the newer pager ends the older, and takes up its VM.
+    let newer = Server::start_by(Command::new(PAGEFERRY), &dir, &["--take-over"]);
+    server.process.end().assert_ok();
+    vm.assert_goes_on();
+    assert_eq!(newer.status("web", &dir)["phase"], "serving");
+    newer.ask(&["end", "web", "--kill"], &dir).assert_ok();
+    newer
+        .ask(&["end", "web"], &dir)
+        .assert_failed(17, "there is no restore web");
+    newer
+        .ask(&["status", "web"], &dir)
+        .assert_failed(17, "there is no restore web");
+    assert!(!is_alive(vm.double.pid()), "the VM was killed");
+    newer.process.interrupt();
+    newer.process.end().assert_ok();
+    Process::start(&["pager", "status", "--api", &newer.api], &dir)
+        .end()
+        .assert_failed(11, "no pager listens");
+}
+
+#[test]
+fn a_second_pager_on_the_directory_is_refused() {
+    let dir = Dir::new();
+    let server = Server::start(&dir);
+    let state = format!("{}.state", server.api);
+    let other = dir.path("other");
+    let args = [
+        "pager",
+        "serve",
+        "--api",
+        other.to_str().unwrap(),
+        "--state",
+        &state,
+    ];
+    let pid = server.process.pid();
+    Process::start(&args, &dir)
+        .end()
+        .assert_failed(5, &format!("process id {pid}"));
+    server.kill();
+    // A socket and a lock that a killed pager left are no obstacle.
+    Server::start(&dir).kill();
+}
+
+/// Sends bytes to the API. Returns the answer until the connection's end.
+fn exchange(api: &str, request: &[u8]) -> String {
+    let mut stream = UnixStream::connect(api).unwrap();
+    stream
+        .set_read_timeout(Some(pageferry_testkit::LIMIT))
+        .unwrap();
+    // A server that has seen enough closes before it has read all.
+    let _ = stream.write_all(request);
+    let mut answer = Vec::new();
+    match stream.read_to_end(&mut answer) {
+        Ok(_) => {}
+        Err(why) if why.kind() == ErrorKind::ConnectionReset => {}
+        Err(why) => panic!("{why}"),
+    }
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+#[test]
+fn malformed_requests_are_answered_and_cost_nothing() {
+    let dir = Dir::new();
+    let server = Server::start(&dir);
+    let put = |length: usize, body: &str| {
+        format!(
+            "PUT /restores/a HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\
+             \r\n\r\n{body}"
+        )
+    };
+    let long = "x".repeat(1 << 20);
+    for (request, part) in [
+        (put(2, "{}"), "missing field `memory`"),
+        (put(1 << 20, &long), "413"),
+        (format!("GET /{long} HTTP/1.1\r\n\r\n"), "HTTP/1.1 4"),
+        ("\0\0\0\0\r\n\r\n".to_owned(), "HTTP/1.1 400"),
+        (
+            "GET /restores HTTP/1.1\r\nConnection: close\r\n\r\n".to_owned(),
+            "200 OK",
+        ),
+        (
+            "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".to_owned(),
+            "# TYPE pageferry_restore_phase gauge",
+        ),
+    ] {
+        let answer = exchange(&server.api, request.as_bytes());
+        let shown: String = request.chars().take(80).collect();
+        assert!(answer.contains(part), "{shown}: {answer}");
+    }
+    // Silent clients are ended, and later ones are served.
+    let silent: Vec<_> = (0..40).map(|_| UnixStream::connect(&server.api)).collect();
+    server.ask(&["status"], &dir).assert_ok();
+    drop(silent);
+    server.kill();
+}
+
+#[cfg(target_arch = "x86_64")]
+mod as_a_service {
+    use super::*;
+    use crate::support::service_filter::filtered;
+    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+    use std::io::IoSliceMut;
+    use std::mem::MaybeUninit;
+    use std::os::fd::{AsFd, OwnedFd};
+    use std::os::unix::net::UnixDatagram;
+    use std::os::unix::process::CommandExt;
+
+    /// The socket of a service manager that keeps descriptors.
+    struct Manager {
+        socket: UnixDatagram,
+        path: PathBuf,
+    }
+
+    impl Manager {
+        fn new(dir: &Dir) -> Self {
+            let path = dir.path("notify");
+            let socket = UnixDatagram::bind(&path).unwrap();
+            socket
+                .set_read_timeout(Some(pageferry_testkit::LIMIT))
+                .unwrap();
+            Self { socket, path }
+        }
+
+        /// The next message, and its descriptors.
+        fn hear(&self) -> (String, Vec<OwnedFd>) {
+            let mut bytes = [0; 4096];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+            let mut parts = [IoSliceMut::new(&mut bytes)];
+            let got = recvmsg(
+                self.socket.as_fd(),
+                &mut parts,
+                &mut ancillary,
+                RecvFlags::empty(),
+            );
+            let len = got.unwrap().bytes;
+            let mut fds = Vec::new();
+            for message in ancillary.drain() {
+                if let RecvAncillaryMessage::ScmRights(all) = message {
+                    fds.extend(all);
+                }
+            }
+            (String::from_utf8_lossy(&bytes[..len]).into_owned(), fds)
+        }
+
+        #[track_caller]
+        fn wait_for(&self, part: &str) -> Vec<OwnedFd> {
+            loop {
+                let (text, fds) = self.hear();
+                if text.contains(part) {
+                    return fds;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn kept_descriptors_serve_where_a_filter_forbids_to_take_them() {
+        let dir = Dir::new();
+        let Some(mut vm) = Vm::start(&dir) else {
+            return;
+        };
+        let manager = Manager::new(&dir);
+        let mut command = filtered();
+        command
+            .env("NOTIFY_SOCKET", &manager.path)
+            .env("FDSTORE", "16");
+        command.env("WATCHDOG_USEC", "200000");
+        let server = Server::start_by(command, &dir, &[]);
+        manager.wait_for("READY=1");
+        manager.wait_for("WATCHDOG=1");
+        let flags = vm.flags();
+        server
+            .ask(&words(&["restore", "web"], &flags), &dir)
+            .assert_ok();
+        vm.connect();
+        vm.double.run();
+        let mut fds = manager.wait_for("FDNAME=uffd-web");
+        assert_eq!(fds.len(), 1);
+        vm.assert_goes_on();
+        assert_eq!(server.status("web", &dir)["vm"]["death_of_pager"], "kept");
+        server.kill();
+        // As systemd does: the descriptor is number 3 of the new process.
+        let script = format!(
+            "exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_FDNAMES=uffd-web LISTEN_PID=$$ exec \
+             {PAGEFERRY} pager serve --api {}",
+            dir.path("api").display()
+        );
+        let mut command = Command::new("sh");
+        crate::support::service_filter::restrict(&mut command);
+        command.args(["-c", &script]).env("TMPDIR", dir.path(""));
+        command
+            .env("NOTIFY_SOCKET", &manager.path)
+            .env("FDSTORE", "16")
+            .arg0("sh");
+        let again = Process::spawn_reading(command, fds.remove(0).into());
+        again.wait_until_said("listening at ");
+        vm.assert_goes_on();
+        vm.assert_whole();
+        manager.wait_for("FDSTOREREMOVE=1\nFDNAME=uffd-web");
+        again.interrupt();
+        manager.wait_for("STOPPING=1");
+        again.end().assert_ok();
+    }
+
+    #[test]
+    fn a_filter_without_a_keeper_kills_nothing_and_the_risk_is_told() {
+        let dir = Dir::new();
+        let Some(mut vm) = Vm::start(&dir) else {
+            return;
+        };
+        let server = Server::start_by(filtered(), &dir, &[]);
+        let said = server.process.said_on_stderr();
+        assert!(said.contains("a filter forbids pidfd_getfd"), "{said}");
+        let flags = vm.flags();
+        let restore = words(&["restore", "web"], &flags);
+        server
+            .ask(&[&restore[..], &["--background", "idle"]].concat(), &dir)
+            .assert_ok();
+        vm.connect();
+        vm.double.run();
+        vm.assert_goes_on();
+        let status = server.status("web", &dir);
+        let risk = status["vm"]["death_of_pager"]["lost"]
+            .as_str()
+            .unwrap_or_default();
+        assert!(
+            risk.contains("a filter of system calls forbids"),
+            "{status}"
+        );
+        vm.double.pause();
+        wait_until("all memory to be there", || {
+            server.status("web", &dir)["vm"]["missing"] == 0
+        });
+        // Its VM needs no pager any more.
+        server.ask(&["end", "web"], &dir).assert_ok();
+        vm.double.run();
+        vm.assert_goes_on();
+        vm.assert_whole();
+        server.kill();
+    }
+}
