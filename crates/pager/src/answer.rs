@@ -18,7 +18,7 @@ use crate::vm::Vm;
 use pageferry_addr::Hva;
 use pageferry_userfault::uffd::Wake;
 use std::ops::Range;
-use std::sync::PoisonError;
+use std::sync::{LazyLock, PoisonError};
 
 /// The end of an attempt to place pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,8 +49,9 @@ enum Kind {
     Data,
 }
 
-/// The largest page as zeros, for pages that have no `UFFDIO_ZEROPAGE`.
-static ZEROS: [u8; 2 << 20] = [0; 2 << 20];
+/// A page of 2 MiB as zeros: pages of a pool have no `UFFDIO_ZEROPAGE`. The program's file does not
+/// have it.
+static ZEROS: LazyLock<Box<[u8]>> = LazyLock::new(|| vec![0; 2 << 20].into());
 
 impl Vm {
     /// Places pages of one region that are not there and were not given back. `bytes` are those of
