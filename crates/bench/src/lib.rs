@@ -39,6 +39,8 @@ pub mod postcopy_latency;
 #[cfg(feature = "benchmarks")]
 mod qemu;
 #[cfg(feature = "benchmarks")]
+pub mod restore;
+#[cfg(feature = "benchmarks")]
 mod row;
 #[cfg(feature = "benchmarks")]
 mod serialised;

@@ -3,6 +3,7 @@
 //! The two exchange lines of text. The peer writes to its standard output, and ends when its
 //! standard input ends. So no peer outlives its benchmark.
 
+use crate::restore::Restored;
 use crate::vm::{Faults, Vm, create_on, fill, isa_of, toucher};
 use crate::{BenchError, Setting};
 use pageferry_addr::PAGE_SIZE;
@@ -46,6 +47,8 @@ pub enum Role {
     },
     /// Sends bytes as fast as the benchmark reads them.
     Bulk,
+    /// Touches memory that comes from a snapshot.
+    Restored(Restored),
     /// Creates a VM and moves it to the address on its standard input.
     Source(SourceVm),
     /// Runs Linux under load, and moves it as `Source` does.
@@ -164,6 +167,10 @@ impl Role {
                 vec!["pong".into(), host.to_string(), page_bytes.to_string()]
             }
             Self::Bulk => vec!["bulk".into()],
+            Self::Restored(vm) => {
+                let first = ["restored".to_owned()];
+                first.into_iter().chain(vm.to_words()).collect()
+            }
             Self::Linux { kernel, initrd } => {
                 let paths = [kernel, initrd].map(|path| path.display().to_string());
                 ["linux".to_owned()].into_iter().chain(paths).collect()
@@ -204,6 +211,7 @@ impl Role {
                 page_bytes: value(page_bytes)?,
             }),
             ["bulk"] => Ok(Self::Bulk),
+            ["restored", vm @ ..] => Restored::from_words(vm).map(Self::Restored).ok_or_else(bad),
             ["linux", kernel, initrd] => Ok(Self::Linux {
                 kernel: kernel.into(),
                 initrd: initrd.into(),
@@ -255,6 +263,13 @@ impl Role {
             &Self::Pong { host, page_bytes } => pong(host, page_bytes),
             Self::Bulk => bulk(),
             Self::Source(vm) => source(vm),
+            Self::Restored(vm) => {
+                let line = vm.play(|| {
+                    send_line("ready")?;
+                    read_line().map(drop)
+                })?;
+                send_line(&line)
+            }
             Self::Linux { kernel, initrd } => {
                 let vm = crate::linux::source(kernel, initrd)?;
                 send(&vm, &SourceConfig::default(), 1)

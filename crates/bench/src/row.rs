@@ -13,7 +13,7 @@ pub struct Row {
     /// The median of the samples, in `unit`.
     pub value: f64,
     /// The unit of `value`, `min` and `max`: `us`, `ms`, `B`, `B/s`, `pages`, `pages/s`,
-    /// `instructions/s` or `rounds/s`.
+    /// `instructions/s`, `rounds/s` or `faults`.
     pub unit: &'static str,
     /// `value` divided by the baseline's.
     pub ratio: Option<f64>,

@@ -36,6 +36,12 @@ pub(crate) enum BenchCommand {
     /// A read of the words of an empty bitmap is printed next to a search of it, and two threads
     /// next to one. No guest runs.
     States(BenchFlags),
+    /// How soon the working set of a VM from a snapshot is there
+    ///
+    /// The same pages are touched by a private mapping of the memory file, through a plain handler
+    /// of ours that stands for published ones, and through the pager. The file is in the page cache
+    /// (warm) or not (cold). No guest runs: eight threads touch the memory.
+    Restore(RestoreFlags),
     /// Speed of first touches of memory by many vCPUs at once
     ///
     /// This follows demand_paging_test of the kernel's selftests: each vCPU stores to one word of
@@ -80,6 +86,23 @@ pub(crate) struct BenchFlags {
     /// The engine: kvm, soft, or auto for all that run here
     #[arg(long, default_value = "auto", value_name = "auto|kvm|soft")]
     pub(crate) engine: EngineChoice,
+    /// Number of repetitions of each measurement; medians are printed
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: u32,
+    /// Print the rows as a JSON array
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// `pageferry bench restore`.
+#[derive(Debug, Args)]
+pub(crate) struct RestoreFlags {
+    /// The memory of the VM
+    #[arg(long, default_value = "1G", value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory: u64,
+    /// The part of it that the VM touches, at most half
+    #[arg(long, default_value = "64M", value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) working_set: u64,
     /// Number of repetitions of each measurement; medians are printed
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: u32,

@@ -10,8 +10,9 @@ pub(crate) use args::BenchArgs;
 
 use crate::exit::{Exit, Failure};
 use crate::{output, report};
-use args::{BenchCommand, BenchFlags};
+use args::{BenchCommand, BenchFlags, RestoreFlags};
 use pageferry_bench::peer::Role;
+use pageferry_bench::restore::RestoreSizes;
 use pageferry_bench::{BenchError, Row, Setting};
 use pageferry_machine::{Engine, EngineChoice};
 use std::fmt::Write;
@@ -36,6 +37,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         }),
         BenchCommand::Soft(flags) => run(flags, &pageferry_bench::soft),
         BenchCommand::States(flags) => run(flags, &pageferry_bench::states),
+        BenchCommand::Restore(flags) => restore(flags),
         BenchCommand::DemandPaging(flags) => demand_paging::demand_paging(flags),
         BenchCommand::PostcopyLatency(flags) => postcopy_latency::postcopy_latency(flags),
         BenchCommand::Linux(flags) => linux::linux(flags),
@@ -61,6 +63,26 @@ fn run(
         repeat: flags.repeat,
     };
     let rows = benchmark(&setting, &mut |doing| output::note(doing))?;
+    show_rows(&rows, flags.json)
+}
+
+fn restore(flags: &RestoreFlags) -> Result<(), Failure> {
+    if flags.working_set > flags.memory / 2 {
+        let why = "the working set is more than half of the memory: choose less";
+        return Err(Failure::new(Exit::Usage, why));
+    }
+    let setting = Setting {
+        executable: executable()?,
+        engines: Vec::new(),
+        repeat: flags.repeat,
+    };
+    let sizes = RestoreSizes {
+        memory: flags.memory,
+        working_set: flags.working_set,
+    };
+    let rows = pageferry_bench::restore::restore(&setting, &sizes, &mut |doing| {
+        output::note(doing);
+    })?;
     show_rows(&rows, flags.json)
 }
 

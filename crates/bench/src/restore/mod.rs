@@ -1,0 +1,294 @@
+//! `bench restore`: how soon the working set of a VM from a snapshot is there.
+//!
+//! **Guarantee.** All ways restore the same memory file and touch the same pages in the same order,
+//! in turns. A process of its own is the VMM; no guest runs in it.
+//!
+//! **Mechanism.** Eight threads touch a working set of runs of 1 to 16 pages at random places, and
+//! write every fourth page. The time begins with the handshake. *Plain* is a handler of ours with one
+//! thread that reads and copies page by page: it stands for published examples. *Mapping* is a
+//! private mapping of the memory file, as in Firecracker's backend `File`. *Warm* means that the
+//! file is in the page cache, *cold* that it was dropped from there.
+
+mod plain;
+mod vmm;
+
+pub use vmm::{Memory, Restored};
+
+use crate::peer::{Peer, Role};
+use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
+use pageferry_pager::{Name, Pager, Restore, Settings, VmStatus};
+use rustix::fs::{Advice, fadvise};
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use vmm::{THREADS, Touched};
+
+/// The time in which a pager notices that a VMM has ended.
+const END: Duration = Duration::from_secs(30);
+
+/// The sizes of `bench restore`, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct RestoreSizes {
+    /// The memory of the VM.
+    pub memory: u64,
+    /// The part of it that the VM touches.
+    pub working_set: u64,
+}
+
+/// A way to restore.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Mapping,
+    Plain,
+    Pager,
+    Replay,
+}
+
+/// The ways, in the order of a round. The first round of the pager records for the replay.
+const WAYS: [(Way, bool); 7] = [
+    (Way::Mapping, false),
+    (Way::Plain, false),
+    (Way::Pager, false),
+    (Way::Replay, false),
+    (Way::Mapping, true),
+    (Way::Pager, true),
+    (Way::Replay, true),
+];
+
+fn subject(way: Way, cold: bool) -> String {
+    let name = match way {
+        Way::Mapping => "mapping of the file",
+        Way::Plain => "plain handler of ours",
+        Way::Pager => "pager",
+        Way::Replay => "pager with replay",
+    };
+    format!("{name}, {}", if cold { "cold" } else { "warm" })
+}
+
+#[derive(Default)]
+struct Figures {
+    ms: Samples,
+    p50_us: Samples,
+    p99_us: Samples,
+    private: Samples,
+    faults: Samples,
+}
+
+/// Files of the benchmark, removed at its end.
+struct Scratch(PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Files that are left cost disk, and no result.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs `bench restore` and returns its rows.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn restore(
+    setting: &Setting,
+    sizes: &RestoreSizes,
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<Row>, BenchError> {
+    let failed = |what| move |source: std::io::Error| BenchError::Os { what, source };
+    let path = std::env::temp_dir().join(format!("pageferry-restore-{}", std::process::id()));
+    std::fs::create_dir(&path).map_err(failed("cannot make a directory for files"))?;
+    let scratch = Scratch(path);
+    progress("writing a memory file");
+    let memory = scratch.0.join("memory");
+    write_memory(&memory, sizes.memory).map_err(failed("cannot write a memory file"))?;
+    let mut all: Vec<Figures> = WAYS.iter().map(|_| Figures::default()).collect();
+    for round in 1..=setting.repeat {
+        for ((way, cold), figures) in WAYS.into_iter().zip(&mut all) {
+            progress(&format!(
+                "{}, round {round} of {}",
+                subject(way, cold),
+                setting.repeat
+            ));
+            let file = File::open(&memory).map_err(failed("the memory file"))?;
+            let one = One {
+                setting,
+                sizes,
+                scratch: &scratch.0,
+                memory: &memory,
+                file: &file,
+                cold,
+            };
+            let (touched, faults) = one.measure(way)?;
+            figures.ms.push(touched.took.as_secs_f64() * 1e3);
+            figures.p50_us.push(touched.p50.as_secs_f64() * 1e6);
+            figures.p99_us.push(touched.p99.as_secs_f64() * 1e6);
+            figures.private.push(touched.private_bytes as f64);
+            if let Some(faults) = faults {
+                figures.faults.push(faults as f64);
+            }
+        }
+    }
+    Ok(rows(sizes, &all))
+}
+
+fn rows(sizes: &RestoreSizes, all: &[Figures]) -> Vec<Row> {
+    let of = |way, cold| {
+        let at = WAYS.iter().position(|each| *each == (way, cold));
+        &all[at.expect("it is measured")]
+    };
+    let warm = of(Way::Mapping, false).ms.median();
+    let mut rows = Vec::new();
+    for ((way, cold), figures) in WAYS.into_iter().zip(all) {
+        let note = format!(
+            "no guest; {THREADS} threads touch {} MiB, every fourth page by a write",
+            sizes.working_set >> 20
+        );
+        let row = |samples: &Samples, case, unit| {
+            let conditions = Conditions::here(0, sizes.memory, note.clone());
+            samples.row(case, subject(way, cold), unit, conditions)
+        };
+        let time = row(&figures.ms, "restore.touched", "ms");
+        rows.push(match (way, cold) {
+            (Way::Pager, false) => time
+                .against(
+                    subject(Way::Plain, false),
+                    of(Way::Plain, false).ms.median(),
+                )
+                .aiming_at("<= 0.67 x the plain handler", Bound::RatioAtMost(0.67)),
+            (Way::Replay, false) => time
+                .against(subject(Way::Mapping, false), warm)
+                .aiming_at("<= 1.3 x the warm mapping", Bound::RatioAtMost(1.3)),
+            (Way::Pager | Way::Replay, true) => time
+                .against(
+                    subject(Way::Mapping, true),
+                    of(Way::Mapping, true).ms.median(),
+                )
+                .aiming_at("<= 1 x the cold mapping", Bound::RatioAtMost(1.0)),
+            _ => time,
+        });
+        rows.push(row(&figures.p50_us, "restore.touch_p50", "us"));
+        let p99 = row(&figures.p99_us, "restore.touch_p99", "us");
+        rows.push(if (way, cold) == (Way::Pager, false) {
+            p99.against(
+                subject(Way::Plain, false),
+                of(Way::Plain, false).p99_us.median(),
+            )
+            .aiming_at("<= 1 x the plain handler", Bound::RatioAtMost(1.0))
+        } else {
+            p99
+        });
+        rows.push(row(&figures.private, "restore.private", "B"));
+        if !figures.faults.is_empty() {
+            rows.push(row(&figures.faults, "restore.faults", "faults"));
+        }
+    }
+    rows
+}
+
+/// Writes a memory file without zero pages, to the disk.
+fn write_memory(path: &Path, bytes: u64) -> std::io::Result<()> {
+    let mut file = File::create(path)?;
+    let mut random = crate::kit::Random::new(1);
+    let mut part = vec![0_u8; 1 << 20];
+    for word in part.chunks_exact_mut(8) {
+        word.copy_from_slice(&(random.next() | 0x0101_0101_0101_0101).to_ne_bytes());
+    }
+    for _ in 0..bytes.div_ceil(1 << 20) {
+        file.write_all(&part)?;
+    }
+    file.set_len(bytes)?;
+    file.sync_all()
+}
+
+/// One restore.
+struct One<'a> {
+    setting: &'a Setting,
+    sizes: &'a RestoreSizes,
+    scratch: &'a Path,
+    memory: &'a Path,
+    file: &'a File,
+    cold: bool,
+}
+
+impl One<'_> {
+    /// Restores once. Returns the figures, and the number of faults if something counts them.
+    fn measure(&self, way: Way) -> Result<(Touched, Option<u64>), BenchError> {
+        let failed = |what| move |source: std::io::Error| BenchError::Os { what, source };
+        let socket = self.scratch.join("socket");
+        match way {
+            Way::Mapping => Ok((self.touch(Memory::File(self.memory.to_owned()))?, None)),
+            Way::Plain => {
+                let listener = UnixListener::bind(&socket).map_err(failed("a socket"))?;
+                let (touched, faults) = std::thread::scope(|scope| {
+                    let serving = scope.spawn(|| plain::serve(&listener, self.file));
+                    let touched = self.touch(Memory::Pager(socket.clone()));
+                    // A VMM that failed before it connected leaves the handler waiting.
+                    drop(std::os::unix::net::UnixStream::connect(&socket));
+                    (touched, serving.join().expect("it does not panic"))
+                });
+                std::fs::remove_file(&socket).map_err(failed("a socket"))?;
+                Ok((touched?, Some(faults?)))
+            }
+            Way::Pager | Way::Replay => self.by_pager(way == Way::Replay, &socket),
+        }
+    }
+
+    fn by_pager(&self, replays: bool, socket: &Path) -> Result<(Touched, Option<u64>), BenchError> {
+        let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
+        let settings = Settings {
+            directory: self.scratch.join("state"),
+            ..Settings::default()
+        };
+        let pager = Pager::start(settings).map_err(|why| failed(&why))?;
+        let name: Name = "bench".parse().map_err(|why| failed(&why))?;
+        let recording = self.scratch.join("recording");
+        let mut restore = Restore::new(self.memory, socket);
+        if replays {
+            restore.replay = Some(recording);
+        } else if !recording.exists() {
+            restore.record = Some(recording);
+        }
+        pager.restore(&name, restore).map_err(|why| failed(&why))?;
+        let touched = self.touch(Memory::Pager(socket.to_owned()))?;
+        if !pager.wait_ended(&name, END) {
+            return Err(failed(&"the pager has not noticed the end of its VMM"));
+        }
+        let vm = pager.status(&name).and_then(|status| status.vm);
+        let faults =
+            |vm: VmStatus| vm.zero_faults.faults + vm.at_hand_faults.faults + vm.read_faults.faults;
+        Ok((touched, vm.map(faults)))
+    }
+
+    /// Starts a VMM, lets it touch its working set, and ends it.
+    fn touch(&self, memory: Memory) -> Result<Touched, BenchError> {
+        let role = Role::Restored(Restored {
+            memory,
+            bytes: self.sizes.memory,
+            working_set: self.sizes.working_set,
+        });
+        let mut vmm = Peer::start(self.setting, &role)?;
+        let ready = vmm.next_line()?;
+        if ready != "ready" {
+            return Err(BenchError::Peer(format!("'{ready}': expected 'ready'")));
+        }
+        self.prepare_cache()?;
+        vmm.send_line("go")?;
+        vmm.next_line()?.parse()
+    }
+
+    /// Drops the file from the page cache, or reads it into it.
+    fn prepare_cache(&self) -> Result<(), BenchError> {
+        let what = "cannot change the page cache of the memory file";
+        if self.cold {
+            fadvise(self.file, 0, None, Advice::DontNeed).map_err(|errno| BenchError::Os {
+                what,
+                source: errno.into(),
+            })
+        } else {
+            std::io::copy(&mut { self.file }, &mut std::io::sink())
+                .map(drop)
+                .map_err(|source| BenchError::Os { what, source })
+        }
+    }
+}

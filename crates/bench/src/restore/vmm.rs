@@ -1,0 +1,269 @@
+#![expect(unsafe_code, reason = "maps guest memory, registers it and touches it")]
+//! The VMM of `bench restore`, in a process of its own: it has memory that comes from a snapshot, and
+//! threads that touch the working set. It has no guest.
+
+use crate::BenchError;
+use pageferry_addr::{Hva, PAGE_SIZE};
+use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use std::fs::File;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+/// The threads that touch memory.
+pub(crate) const THREADS: usize = 8;
+/// One touch in so many is a write. A private mapping of a file copies these pages only.
+const WRITES: usize = 4;
+
+/// Where a VMM has its memory from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// A page server at this socket.
+    Pager(PathBuf),
+    /// A private mapping of this file.
+    File(PathBuf),
+}
+
+/// A VM that is restored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Restored {
+    /// Where its memory comes from.
+    pub memory: Memory,
+    /// The size of its memory in bytes.
+    pub bytes: u64,
+    /// The size of its working set in bytes.
+    pub working_set: u64,
+}
+
+/// What a VM's working set has cost.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Touched {
+    /// Until all of it was touched.
+    pub(super) took: Duration,
+    /// Times of single touches.
+    pub(super) p50: Duration,
+    pub(super) p99: Duration,
+    /// Memory that the VM shares with nobody.
+    pub(super) private_bytes: u64,
+}
+
+impl Restored {
+    /// The arguments for the other process.
+    #[must_use]
+    pub fn to_words(&self) -> Vec<String> {
+        let (kind, path) = match &self.memory {
+            Memory::Pager(path) => ("pager", path),
+            Memory::File(path) => ("file", path),
+        };
+        vec![
+            kind.to_owned(),
+            path.display().to_string(),
+            self.bytes.to_string(),
+            self.working_set.to_string(),
+        ]
+    }
+
+    /// Parses [`Restored::to_words`]. `None` for other words.
+    #[must_use]
+    pub fn from_words(words: &[&str]) -> Option<Self> {
+        let [kind, path, bytes, working_set] = words else {
+            return None;
+        };
+        Some(Self {
+            memory: match *kind {
+                "pager" => Memory::Pager(path.into()),
+                "file" => Memory::File(path.into()),
+                _ => return None,
+            },
+            bytes: u64::from_str(bytes).ok()?,
+            working_set: u64::from_str(working_set).ok()?,
+        })
+    }
+
+    /// Maps the memory. Returns its address, and the userfaultfd of memory from a pager.
+    fn map(&self) -> Result<(usize, Option<Userfaultfd>), BenchError> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let len = self.bytes as usize;
+        let failed = |what| move |source: std::io::Error| BenchError::Os { what, source };
+        match &self.memory {
+            Memory::File(path) => {
+                let file = File::open(path).map_err(failed("cannot open the memory file"))?;
+                // SAFETY: the kernel chooses an unused address.
+                let base = unsafe {
+                    mmap(
+                        std::ptr::null_mut(),
+                        len,
+                        access,
+                        MapFlags::PRIVATE,
+                        file,
+                        0,
+                    )
+                };
+                let base = base.map_err(|e| failed("cannot map the memory file")(e.into()))?;
+                Ok((base.expose_provenance(), None))
+            }
+            Memory::Pager(_) => {
+                let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+                // SAFETY: the kernel chooses an unused address.
+                let base = unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, flags) };
+                let base = base.map_err(|e| failed("cannot map memory")(e.into()))?;
+                let base = base.expose_provenance();
+                let no_uffd = |why: &dyn std::fmt::Display| BenchError::Setting(why.to_string());
+                let uffd = Userfaultfd::open(Features::EVENT_REMOVE).map_err(|e| no_uffd(&e))?;
+                let start = Hva(base as u64);
+                // SAFETY: another process resolves the faults, and no reference to the range exists.
+                unsafe { uffd.register(start, self.bytes, RegisterMode::MISSING) }
+                    .map_err(|e| no_uffd(&e))?;
+                Ok((base, Some(uffd)))
+            }
+        }
+    }
+
+    /// Plays the VMM to its end: maps its memory, waits for `go`, connects, and touches the working
+    /// set. Returns the line for the benchmark.
+    pub(crate) fn play(
+        &self,
+        go: impl FnOnce() -> Result<(), BenchError>,
+    ) -> Result<String, BenchError> {
+        let (base, uffd) = self.map()?;
+        let set = working_set(self.bytes, self.working_set);
+        let start = Barrier::new(THREADS + 1);
+        let touch = |thread: usize| {
+            let mut times = Vec::with_capacity(set.len() / THREADS + 1);
+            start.wait();
+            for (index, page) in set.iter().enumerate().skip(thread).step_by(THREADS) {
+                let at = base + (*page * PAGE_SIZE) as usize;
+                let at = std::ptr::with_exposed_provenance_mut::<u8>(at);
+                let began = Instant::now();
+                // SAFETY: the byte lies in the mapping, to which no reference exists. Each page is
+                // touched by one thread.
+                let byte = unsafe { at.read_volatile() };
+                if index % WRITES == 0 {
+                    // SAFETY: as above.
+                    unsafe { at.write_volatile(byte) };
+                }
+                times.push((began.elapsed(), byte));
+            }
+            times
+        };
+        go()?;
+        let (took, times, connected) = std::thread::scope(|scope| {
+            let touch = &touch;
+            let running: Vec<_> = (0..THREADS)
+                .map(|thread| scope.spawn(move || touch(thread)))
+                .collect();
+            // A recording is replayed from the handshake on, so that counts.
+            let began = Instant::now();
+            let connected = match (&uffd, &self.memory) {
+                (Some(uffd), Memory::Pager(socket)) => Some(shake(socket, base, self.bytes, uffd)),
+                _ => None,
+            };
+            start.wait();
+            let all = running
+                .into_iter()
+                .map(|thread| thread.join().expect("it only touches"));
+            let all: Vec<_> = all.flatten().collect();
+            (began.elapsed(), all, connected.transpose())
+        });
+        // Firecracker keeps its end for its whole life.
+        let _stream = connected.map_err(|source| BenchError::Os {
+            what: "cannot reach the page server",
+            source,
+        })?;
+        if times.iter().any(|(_, byte)| *byte == 0) {
+            return Err(BenchError::WrongValue(
+                "a page of the working set is zero".into(),
+            ));
+        }
+        let mut times: Vec<Duration> = times.into_iter().map(|(time, _)| time).collect();
+        times.sort_unstable();
+        let at = |q: f64| times[((times.len() - 1) as f64 * q) as usize].as_nanos();
+        Ok(format!(
+            "touched {} {} {} {}",
+            took.as_nanos(),
+            at(0.5),
+            at(0.99),
+            private_bytes()?
+        ))
+    }
+}
+
+impl FromStr for Touched {
+    type Err = BenchError;
+
+    fn from_str(line: &str) -> Result<Self, BenchError> {
+        let bad = || BenchError::Peer(format!("'{line}' is no figures"));
+        let words = line.strip_prefix("touched ").ok_or_else(bad)?;
+        let numbers: Vec<u64> = words
+            .split(' ')
+            .filter_map(|word| word.parse().ok())
+            .collect();
+        let [took, p50, p99, private_bytes] = numbers[..] else {
+            return Err(bad());
+        };
+        Ok(Self {
+            took: Duration::from_nanos(took),
+            p50: Duration::from_nanos(p50),
+            p99: Duration::from_nanos(p99),
+            private_bytes,
+        })
+    }
+}
+
+/// The pages of the working set in the order of their touches: runs of 1 to 16 pages at random
+/// places, the same for every VM.
+pub(super) fn working_set(bytes: u64, working_set: u64) -> Vec<u64> {
+    let (pages, wanted) = (bytes / PAGE_SIZE, (working_set / PAGE_SIZE) as usize);
+    let mut random = crate::kit::Random::new(29);
+    let mut chosen = vec![false; pages as usize];
+    let mut set = Vec::with_capacity(wanted);
+    while set.len() < wanted {
+        let first = random.next() % pages;
+        let run = 1 + random.next() % 16;
+        for page in first..(first + run).min(pages) {
+            if set.len() < wanted && !std::mem::replace(&mut chosen[page as usize], true) {
+                set.push(page);
+            }
+        }
+    }
+    set
+}
+
+/// Sends Firecracker's handshake.
+fn shake(
+    socket: &Path,
+    base: usize,
+    bytes: u64,
+    uffd: &Userfaultfd,
+) -> std::io::Result<UnixStream> {
+    let text =
+        format!(r#"[{{"base_host_virt_addr":{base},"size":{bytes},"offset":0,"page_size":4096}}]"#);
+    let stream = UnixStream::connect(socket)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [uffd.as_fd()];
+    ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+    let parts = [IoSlice::new(text.as_bytes())];
+    sendmsg(&stream, &parts, &mut ancillary, SendFlags::empty())?;
+    Ok(stream)
+}
+
+fn private_bytes() -> Result<u64, BenchError> {
+    let rollup = std::fs::read_to_string("/proc/self/smaps_rollup");
+    let rollup = rollup.map_err(|source| BenchError::Os {
+        what: "cannot read /proc/self/smaps_rollup",
+        source,
+    })?;
+    let kib = |name: &str| {
+        let line = rollup.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok())
+    };
+    Ok((kib("Private_Clean:").unwrap_or(0) + kib("Private_Dirty:").unwrap_or(0)) << 10)
+}
