@@ -97,6 +97,10 @@ fn a_guest_faster_than_the_link_is_told_within_three_passes() {
     let (sent, seen) = moved(&vm, Some(16 * MIB), Switch::Auto.into(), |_| {});
     let sent = sent.unwrap();
     assert!((2..=3).contains(&sent.passes.len()), "{:?}", sent.passes);
+    // The next pass sends what one left, and what the guest dirtied between them.
+    for two in sent.passes.windows(2) {
+        assert!((1..=two[1].pages).contains(&two[0].left), "{two:?}");
+    }
     let notes = seen.notes.into_inner().unwrap();
     assert_eq!(notes, sent.notes);
     assert_eq!(notes.len(), 1, "{notes:?}");
@@ -120,6 +124,7 @@ fn a_guest_that_dirties_nothing_converges_without_a_word() {
     let sent = sent.unwrap();
     // The second follows only if the destination needed long for its memory.
     assert!(sent.passes.len() <= 2, "{:?}", sent.passes);
+    assert!(sent.passes.iter().all(|pass| pass.left == 0), "{:?}", sent.passes);
     assert_eq!(sent.missing_at_start, 0);
     assert_eq!(sent.notes, seen.notes.into_inner().unwrap());
     assert!(sent.notes.is_empty(), "{:?}", sent.notes);
