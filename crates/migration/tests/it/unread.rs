@@ -79,6 +79,8 @@ fn a_bulk_channel_waits_for_the_receipts_of_its_frames() {
     };
     let attempt = attempt(&vm, &config, |peer, session| {
         peer.start();
+        // From the first frame of the push on, requests are served in order.
+        peer.take_frame();
         peer.missing.iter().for_each(|page| peer.ask(*page));
         // The source reads them meanwhile.
         std::thread::sleep(Duration::from_millis(500));
