@@ -289,7 +289,7 @@ fn the_table_says_what_failed() {
         "8000 pre-copy",
         "1.70 ms expected",
         "it does not converge",
-        "8192 pages in 100 ms, 1900 left",
+        "8192 pages in 100.0 ms, 1900 left",
     ] {
         assert!(table.contains(part), "{part} in\n{table}");
     }

@@ -92,7 +92,8 @@ fn an_operator_holds_the_switch_over_back_and_lets_it_go() {
 
 #[test]
 fn a_guest_too_fast_for_its_limit_is_told_at_a_pass_end() {
-    // A guest that hardly runs on a busy host is not too fast. A lower limit gives it more time.
+    // On a busy host the guest may hardly run, and the link may be slower than the limit. A lower
+    // limit gives both more time.
     let told = ["32", "8", "2"].iter().any(|limit| {
         let source = Source::start("16M");
         source.wait_until_all_is_written();
@@ -107,13 +108,14 @@ fn a_guest_too_fast_for_its_limit_is_told_at_a_pass_end() {
         source.process.end().assert_ok();
         assert!(ended.stdout.contains("\"pass-ended\":{"), "{ended:?}");
         let note = "\"note\":\"pre-copy does not converge: the guest dirties ";
-        if !ended.stdout.contains(note) {
-            eprintln!("no note at {rate}: {ended:?}");
-            return false;
-        }
         let allows = format!("the limit allows {limit}.0 MiB/s");
-        assert!(ended.stdout.contains(&allows), "{allows} in {ended:?}");
-        true
+        let told = [note, &allows]
+            .iter()
+            .all(|part| ended.stdout.contains(part));
+        if !told {
+            eprintln!("at {rate}: {ended:?}");
+        }
+        told
     });
-    assert!(told, "no guest was too fast");
+    assert!(told, "no guest was too fast for its limit");
 }
