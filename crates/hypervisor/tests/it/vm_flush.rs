@@ -227,7 +227,7 @@ fn a_stack_by_lr_and_sc_keeps_its_nodes() {
         while !threads.iter().all(|(thread, _)| thread.is_finished()) {
             vm.get_dirty_log(0, &mut log).unwrap();
             std::thread::sleep(Duration::from_micros(200));
-            if start.elapsed() > pageferry_testkit::LIMIT {
+            if start.elapsed() > LIMIT {
                 threads.iter().for_each(|(_, kick)| kick.kick());
             }
         }
