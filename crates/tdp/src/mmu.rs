@@ -21,7 +21,7 @@ use pageferry_epoch::{Domain, Exclusive, Guard, Limbo, Reader, Shared};
 
 /// The second-stage tables of one VM, in format `F` on platform `P`.
 ///
-/// All work goes through a [`Worker`]. Each vCPU has one, and each thread that maintains the
+/// All work goes through a [`Worker`](crate::Worker). Each vCPU has one, and each thread that maintains the
 /// tables. The workers share the state here: the root, the MMU lock, the sequence of invalidations,
 /// and the sums of the counts.
 ///
