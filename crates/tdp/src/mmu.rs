@@ -21,9 +21,9 @@ use pageferry_epoch::{Domain, Exclusive, Guard, Limbo, Reader, Shared};
 
 /// The second-stage tables of one VM, in format `F` on platform `P`.
 ///
-/// All work goes through a [`Worker`](crate::Worker). Each vCPU has one, and each thread that maintains the
-/// tables. The workers share the state here: the root, the MMU lock, the sequence of invalidations,
-/// and the sums of the counts.
+/// All work goes through a [`Worker`](crate::Worker). Each vCPU has one, and each thread that
+/// maintains the tables. The workers share the state here: the root, the MMU lock, the sequence of
+/// invalidations, and the sums of the counts.
 ///
 /// The MMU lock is the shared and the exclusive side of an epoch [`Domain`]. Faults and all other
 /// changes of single entries hold the shared side. Taking it writes only a cache line of the
