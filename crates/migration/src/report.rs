@@ -140,6 +140,8 @@ pub struct PassFigures {
     pub pages: u64,
     /// The time until the destination had all of them.
     pub took: Duration,
+    /// The pages that the guest had dirtied by its end, and that the destination thus lacks.
+    pub left: u64,
 }
 
 /// One fault on a missing page, as the destination saw it.

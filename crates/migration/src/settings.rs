@@ -10,9 +10,10 @@ pub enum Switch {
     /// When little is left, or when another pass would not help. Never while the expected blackout
     /// is above [`Settings::max_blackout`].
     Auto,
-    /// After this number of passes at most, and earlier when few dirty pages are left. With 0 the
-    /// VM switches over as soon as it can, also in the middle of a pass. One pass more follows if
-    /// the destination still allocates memory, for longer than the last pass took.
+    /// After this number of passes at most, and earlier when a pass leaves few dirty pages
+    /// ([`Switch::FEW_PAGES`]). With 0 the VM switches over as soon as it can, also in the middle of
+    /// a pass. One pass more follows if the destination still allocates memory, for longer than the
+    /// last pass took.
     AfterPasses(u32),
     /// When the operator chooses another value.
     Manual,
@@ -23,6 +24,9 @@ impl Switch {
     pub const NOW: Self = Self::AfterPasses(0);
     /// The most passes. Each may cost as much as the first, and after a few there is no gain.
     pub const MAX_PASSES: u32 = 64;
+    /// A pass that leaves this number of dirty pages, or fewer, is the last one. To send so few takes
+    /// less time than the round trip of another pass.
+    pub const FEW_PAGES: u64 = 64;
 }
 
 impl fmt::Display for Switch {

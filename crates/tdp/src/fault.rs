@@ -25,7 +25,7 @@ use crate::invalidate::Ticket;
 use crate::log::Log;
 use crate::pages::{OutOfTables, Table};
 use crate::platform::Platform;
-use crate::split::NotSplit;
+use crate::resize::NotSplit;
 use crate::worker::{Found, Worker, found};
 use pageferry_addr::{Gfn, GfnRange, Pfn};
 use pageferry_epoch::{Guard, Shared};

@@ -109,6 +109,7 @@ mod mmu;
 mod pages;
 mod platform;
 mod protect;
+mod resize;
 pub mod ring;
 mod split;
 mod sync;

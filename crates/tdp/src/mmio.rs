@@ -35,11 +35,11 @@ use crate::invalidate::Ticket;
 use crate::log::Log;
 use crate::pages::Table;
 use crate::platform::Platform;
-use crate::worker::{Hold, Look, Then, Worker, all_frames, found};
+use crate::worker::{Hold, Then, Worker, all_frames, found};
 use pageferry_addr::Gfn;
 
-/// Whether `generation` equals the generation of a marker, as [`Look::Mmio`] gives it, in the bits
-/// that markers keep.
+/// Whether `generation` equals the generation of a marker, as
+/// [`Look::Mmio`](crate::Look::Mmio) gives it, in the bits that markers keep.
 ///
 /// ```
 /// use pageferry_tdp::format::{Ept4, EntryLayout};
@@ -75,21 +75,10 @@ pub const fn must_forget_mmio<F: Format>(generation: u64) -> bool {
     generation & ((1 << (F::MMIO_GENERATION_BITS - 1)) - 1) == 0
 }
 
-/// The answer for an entry that is no leaf.
-#[inline]
-pub(crate) fn absent<F: Format>(value: u64) -> Look {
-    if F::is_mmio(value) {
-        let generation = F::mmio_generation(value);
-        Look::Mmio { generation }
-    } else {
-        Look::Absent
-    }
-}
-
 impl<F: Format, P: Platform> Worker<F, P> {
     /// Marks `gfn`: no slot held it in `generation`. A fault that found this calls it with the
-    /// `ticket` that it took before. From then on [`look`](Self::look) returns [`Look::Mmio`]
-    /// there. The marker replaces an older one.
+    /// `ticket` that it took before. From then on [`look`](Self::look) returns
+    /// [`Look::Mmio`](crate::Look::Mmio) there. The marker replaces an older one.
     ///
     /// Like a fault of a 4 KiB page, marking links tables. They stay until the range is zapped, and
     /// prevent large pages there. If a new slot wants large pages, zap its frames.

@@ -12,19 +12,18 @@ use crate::pages::{OutOfTables, Page, Table};
 use crate::platform::Platform;
 use crate::sync::{AtomicU64, Ordering};
 use crate::waiting::Abandoned;
-use crate::worker::Worker;
 use alloc::sync::Arc;
 use core::fmt;
 use core::marker::PhantomData;
 use core::mem::ManuallyDrop;
 use pageferry_addr::{Gfn, GfnRange, PAGE_SIZE, Pfn};
-use pageferry_epoch::{Domain, Exclusive, Guard, Limbo, OutOfMemory, Reader, Shared};
+use pageferry_epoch::{Domain, Exclusive, Guard, Limbo, Reader, Shared};
 
 /// The second-stage tables of one VM, in format `F` on platform `P`.
 ///
-/// All work goes through a [`Worker`]. Each vCPU has one, and each thread that maintains the
-/// tables. The workers share the state here: the root, the MMU lock, the sequence of invalidations,
-/// and the sums of the counts.
+/// All work goes through a [`Worker`](crate::Worker). Each vCPU has one, and each thread that
+/// maintains the tables. The workers share the state here: the root, the MMU lock, the sequence of
+/// invalidations, and the sums of the counts.
 ///
 /// The MMU lock is the shared and the exclusive side of an epoch [`Domain`]. Faults and all other
 /// changes of single entries hold the shared side. Taking it writes only a cache line of the
@@ -63,26 +62,6 @@ impl<F: Format, P: Platform> Mmu<F, P> {
             counts: AllCounts::new(),
             format: PhantomData,
         }))
-    }
-
-    /// A worker, for one thread at a time. Callers that handle a lack of memory use
-    /// [`try_worker`](Self::try_worker).
-    ///
-    /// # Panics
-    /// If the allocator refuses memory for the worker's records.
-    #[must_use]
-    pub fn worker(self: &Arc<Self>) -> Worker<F, P> {
-        self.try_worker()
-            .unwrap_or_else(|error| panic!("no worker: {error}"))
-    }
-
-    /// A worker, for one thread at a time. It takes the records of a worker that was dropped, or
-    /// allocates new ones.
-    ///
-    /// # Errors
-    /// If the allocator refuses memory for the worker's records.
-    pub fn try_worker(self: &Arc<Self>) -> Result<Worker<F, P>, OutOfMemory> {
-        Worker::new(Arc::clone(self))
     }
 
     /// The frame of the root, for the hardware: the format makes the register's value of it, such

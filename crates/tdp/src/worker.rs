@@ -9,7 +9,6 @@ use crate::change::{Seen, Session, WorkerState};
 use crate::format::{Access, Format, Leaf};
 use crate::invalidate::Ticket;
 use crate::log::Log;
-use crate::mmio::absent;
 use crate::mmu::Mmu;
 use crate::pages::{Cache, OutOfTables};
 use crate::platform::Platform;
@@ -107,6 +106,39 @@ enum Ended {
     NeedsRoom,
 }
 
+/// The answer for an entry that is no leaf.
+#[inline]
+fn absent<F: Format>(value: u64) -> Look {
+    if F::is_mmio(value) {
+        let generation = F::mmio_generation(value);
+        Look::Mmio { generation }
+    } else {
+        Look::Absent
+    }
+}
+
+impl<F: Format, P: Platform> Mmu<F, P> {
+    /// A worker, for one thread at a time. Callers that handle a lack of memory use
+    /// [`try_worker`](Self::try_worker).
+    ///
+    /// # Panics
+    /// If the allocator refuses memory for the worker's records.
+    #[must_use]
+    pub fn worker(self: &Arc<Self>) -> Worker<F, P> {
+        self.try_worker()
+            .unwrap_or_else(|error| panic!("no worker: {error}"))
+    }
+
+    /// A worker, for one thread at a time. It takes the records of a worker that was dropped, or
+    /// allocates new ones.
+    ///
+    /// # Errors
+    /// If the allocator refuses memory for the worker's records.
+    pub fn try_worker(self: &Arc<Self>) -> Result<Worker<F, P>, OutOfMemory> {
+        Worker::new(Arc::clone(self))
+    }
+}
+
 impl<F: Format, P: Platform> Worker<F, P> {
     /// The number of tables that a vCPU's fault needs at most: one on each level below the root.
     pub(crate) const FAULT_TABLES: usize = F::LEVELS as usize - 1;
@@ -136,7 +168,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// the last subtree, and no call waits for long.
     pub const MOST_WAITING: usize = MOST_WAITING;
 
-    pub(crate) fn new(mmu: Arc<Mmu<F, P>>) -> Result<Self, OutOfMemory> {
+    fn new(mmu: Arc<Mmu<F, P>>) -> Result<Self, OutOfMemory> {
         // SAFETY: `mmu` is dropped after `state`. On an error it is dropped last too: a parameter
         // outlives the locals.
         let counts = unsafe { mmu.counts.try_register()? };

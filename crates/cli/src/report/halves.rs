@@ -125,6 +125,28 @@ pub(crate) struct Losses {
     pub(crate) channels_lost: u64,
 }
 
+/// A pre-copy pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Pass {
+    /// Its pages.
+    pub(crate) pages: u64,
+    /// Its length.
+    pub(crate) ns: u64,
+    /// The pages that the guest had dirtied by its end.
+    #[serde(default)]
+    pub(crate) left: u64,
+}
+
+impl From<&PassFigures> for Pass {
+    fn from(pass: &PassFigures) -> Self {
+        Self {
+            pages: pass.pages,
+            ns: ns(pass.took),
+            left: pass.left,
+        }
+    }
+}
+
 /// The source's record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Sent {
@@ -160,8 +182,8 @@ pub(crate) struct Sent {
     pub(crate) background_bytes: u64,
     /// The duration of the background push.
     pub(crate) background_ns: u64,
-    /// Pages and nanoseconds of each pre-copy pass.
-    pub(crate) passes: Vec<(u64, u64)>,
+    /// The pre-copy passes.
+    pub(crate) passes: Vec<Pass>,
     /// The expected blackout.
     #[serde(default)]
     pub(crate) blackout_forecast_ns: Option<u64>,
@@ -201,7 +223,7 @@ impl Sent {
             page_bytes: report.page_bytes,
             background_bytes: report.background_bytes,
             background_ns: ns(report.background_took),
-            passes: passes(&report.passes),
+            passes: report.passes.iter().map(Pass::from).collect(),
             blackout_forecast_ns: report.blackout_forecast.map(ns),
             notes: report.notes.clone(),
             losses: Losses {
@@ -325,12 +347,4 @@ fn pairs_of(times: &StallTimes) -> impl Iterator<Item = (u64, u64)> {
 /// A time in whole nanoseconds.
 pub(crate) fn ns(time: std::time::Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// The pages and the nanoseconds of each pass.
-fn passes(figures: &[PassFigures]) -> Vec<(u64, u64)> {
-    figures
-        .iter()
-        .map(|pass| (pass.pages, ns(pass.took)))
-        .collect()
 }

@@ -1,5 +1,6 @@
 //! The report as JSON. Keys keep their names and units from version to version.
 
+use super::halves::Pass;
 use super::{GuestView, MS, Report, Stalls};
 use serde_json::{Value, json};
 
@@ -46,7 +47,7 @@ pub(super) fn show(report: &Report) -> Value {
         "throughput_bytes_per_s": report.throughput(),
         "background_bytes_per_s": report.background_throughput(),
         "phases": phases(report),
-        "passes": sent.map(|s| s.passes.iter().map(|&(pages, ns)| json!({"pages": pages, "ms": ns as f64 / MS})).collect::<Vec<_>>()),
+        "passes": sent.map(|s| s.passes.iter().map(pass).collect::<Vec<_>>()),
         "backing": {
             "source": sent.map(|s| &s.backing),
             "destination": received.map(|r| &r.backing),
@@ -60,6 +61,10 @@ pub(super) fn show(report: &Report) -> Value {
         "guest_view": report.guest_view.as_ref().map(guest_view),
         "conditions": report.conditions,
     })
+}
+
+fn pass(pass: &Pass) -> Value {
+    json!({"pages": pass.pages, "ms": pass.ns as f64 / MS, "left": pass.left})
 }
 
 fn guest_view(view: &GuestView) -> Value {

@@ -184,10 +184,15 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         ),
     );
     if let Some(sent) = &report.sent {
-        for (index, (pages, ns)) in sent.passes.iter().enumerate() {
+        for (index, pass) in sent.passes.iter().enumerate() {
             row(
                 &format!("pre-copy pass {}", index + 1),
-                format!("{pages} pages in {}", time(*ns as f64 / 1e3)),
+                format!(
+                    "{} pages in {}, {} left",
+                    pass.pages,
+                    time(pass.ns as f64 / 1e3),
+                    pass.left
+                ),
             );
         }
         for note in &sent.notes {

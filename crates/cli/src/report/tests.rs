@@ -1,6 +1,6 @@
 //! Tests of the report as a whole: its computed values, and the form of its output.
 
-use super::halves::{Losses, Pages, Prefetch};
+use super::halves::{Losses, Pages, Pass, Prefetch};
 use super::*;
 
 const START: u64 = 1_000_000_000;
@@ -55,7 +55,11 @@ fn report() -> Report {
             page_bytes: 40 << 20,
             background_bytes: 7 << 20,
             background_ns: 90_000_000,
-            passes: vec![(8192, 100_000_000)],
+            passes: vec![Pass {
+                pages: 8192,
+                ns: 100_000_000,
+                left: 1900,
+            }],
             blackout_forecast_ns: Some(1_700_000),
             notes: vec!["it does not converge".into()],
             losses: Losses {
@@ -195,6 +199,8 @@ fn json_has_the_keys_that_programs_rely_on() {
     }
     let prefetch = serde_json::json!({"in_time": 30, "unconfirmed": 8, "late": 2});
     assert_eq!(json["prefetch"], prefetch);
+    let passes = serde_json::json!([{"pages": 8192, "ms": 100.0, "left": 1900}]);
+    assert_eq!(json["passes"], passes);
     let devices = serde_json::json!({"count": 2, "bytes": 16, "ms": 1.5});
     assert_eq!(json["devices"], devices);
     for key in [
@@ -283,6 +289,7 @@ fn the_table_says_what_failed() {
         "8000 pre-copy",
         "1.70 ms expected",
         "it does not converge",
+        "8192 pages in 100.0 ms, 1900 left",
     ] {
         assert!(table.contains(part), "{part} in\n{table}");
     }

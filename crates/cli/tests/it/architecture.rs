@@ -251,6 +251,7 @@ fn in_circles(uses: &BTreeMap<String, BTreeSet<String>>) -> BTreeSet<String> {
 const LAYERED: &[(&str, &str)] = &[
     ("crates/migration/src", "crate::"),
     ("crates/machine/src/kvm/x86", "crate::kvm::x86::"),
+    ("crates/tdp/src", "crate::"),
 ];
 
 #[test]

@@ -5,7 +5,7 @@
 use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm};
 use pageferry_addr::{Gpa, Hva, RamPage};
 use pageferry_hypervisor::{Exit, Region, SlotFlags, UserfaultBits, VcpuCore, Vm};
-use pageferry_testkit::{Random, Stop, wait_until};
+use pageferry_testkit::{LIMIT, Random, Stop, wait_until};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -70,7 +70,13 @@ fn guests_do_not_notice_that_an_unrelated_slot_comes_and_goes() {
         let counts = || (0..VCPUS).map(|id| ram.get((1 + id * PAGES) * PAGE));
         wait_until("all guests to run", || counts().all(|count| count > 0));
         let start = Instant::now();
-        while start.elapsed() < Duration::from_secs(1) {
+        let all_ran = || counts().all(|count| count > 10);
+        while start.elapsed() < Duration::from_secs(1) || changes <= 4 || !all_ran() {
+            assert!(
+                start.elapsed() < LIMIT,
+                "{changes} changes beside {:?}",
+                counts()
+            );
             vm.set_user_memory_region2(spare.region(1, WINDOW, 0, 2))
                 .unwrap();
             vm.set_user_memory_region2(Region::delete(1)).unwrap();
@@ -78,10 +84,6 @@ fn guests_do_not_notice_that_an_unrelated_slot_comes_and_goes() {
         }
         drop(stop);
     });
-    for vcpu in &vcpus {
-        assert!(vcpu.hart().x(10) > 10, "{vcpu:?} made no progress");
-    }
-    assert!(changes > 4, "{changes}");
     assert_eq!(vm.generation().number() - before, changes);
     println!("{changes} changes");
 }
@@ -246,6 +248,12 @@ impl Abuse<'_> {
         named
     }
 
+    /// How often each vCPU has swept the slot, as the last check saw it.
+    fn swept(&self) -> [u64; VCPUS as usize] {
+        let of = |id: usize| self.seen.iter().map(|words| words[id]).max();
+        std::array::from_fn(|id| of(id).unwrap_or(0))
+    }
+
     /// Checks that the word of each vCPU in each page never falls.
     fn check_growth(&mut self) {
         for page in 0..PAGES {
@@ -366,7 +374,16 @@ fn memory_stays_whole_under_everything_at_once() {
         });
         let start = Instant::now();
         let mut random = Random::new(3);
-        while start.elapsed() < Duration::from_secs(3) {
+        let enough = |abuse: &Abuse<'_>, moves| {
+            let brought = brought.load(Ordering::Relaxed);
+            moves > 4 && brought > 0 && abuse.swept().iter().all(|&times| times > 5)
+        };
+        while start.elapsed() < Duration::from_secs(3) || !enough(&abuse, moves) {
+            assert!(
+                start.elapsed() < LIMIT,
+                "{moves} moves, {:?}",
+                abuse.swept()
+            );
             match random.next() % 6 {
                 0 | 1 => {
                     abuse.place = HALF - abuse.place;
@@ -410,10 +427,8 @@ fn memory_stays_whole_under_everything_at_once() {
     }
     assert_eq!(abuse.harvest(), 0);
     let brought = brought.load(Ordering::Relaxed);
-    let swept: Vec<_> = vcpus.iter().map(|vcpu| vcpu.hart().x(10)).collect();
+    let swept = abuse.swept();
     println!(
         "{rounds} rounds, {moves} moves, {brought} pages brought, guests swept {swept:?} times"
     );
-    assert!(moves > 4 && brought > 0, "{moves} moves, {brought} brought");
-    assert!(swept.iter().all(|&times| times > 5), "{swept:?}");
 }

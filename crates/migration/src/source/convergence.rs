@@ -8,11 +8,10 @@
 //! the least remainder so far, and with the pages that the pass has sent. A pass that fails both
 //! comparisons was in vain. Two passes in vain, with no lower remainder between them, decide.
 
+use crate::settings::Switch;
 use pageferry_addr::PAGE_SIZE;
 use std::time::Duration;
 
-/// So few pages are left that another pass takes longer than sending them: a round trip.
-const FEW_PAGES: u64 = 64;
 /// A remainder is little if the link carries it in this time, beyond two round trips.
 const LITTLE: Duration = Duration::from_millis(30);
 /// A remainder falls usefully if it is below this share of another.
@@ -110,7 +109,7 @@ impl Convergence {
     fn is_little(&self, pass: &PassEnd) -> bool {
         let within = (LITTLE + 2 * pass.round_trip).as_secs_f64();
         let carried = self.link_rate.unwrap_or(0) as f64 * within;
-        pass.left <= FEW_PAGES || ((pass.left * PAGE_SIZE) as f64) < carried
+        pass.left <= Switch::FEW_PAGES || ((pass.left * PAGE_SIZE) as f64) < carried
     }
 
     /// The time until the destination has all pages, with `left` pages unsent now. `passes` is the

@@ -29,10 +29,6 @@ use crate::wire::{Frame, Pass};
 use pageferry_addr::PAGE_SIZE;
 use std::time::{Duration, Instant};
 
-/// Passes of this number of pages end pre-copy after a number of passes, too. Sending so few takes
-/// less time than the round trip of a pass.
-const FEW_PAGES: u64 = 64;
-
 /// The least time from the start of a pass to that of the next, while the switch-over is held back.
 const REST: Duration = Duration::from_millis(500);
 
@@ -163,6 +159,7 @@ impl Supervisor<'_, '_, '_> {
             self.record.report.passes.push(PassFigures {
                 pages: self.guest.precopy.pages,
                 took,
+                left,
             });
         }
         self.forecast()?;
@@ -226,7 +223,7 @@ impl Supervisor<'_, '_, '_> {
         let Some(last) = self.guest.precopy.last else {
             return Ok(());
         };
-        let few = self.shared.ledger.unsent_count() <= FEW_PAGES;
+        let few = self.shared.ledger.unsent_count() <= Switch::FEW_PAGES;
         match self.settings().switch {
             Switch::AfterPasses(passes) if few || self.guest.precopy.pass >= passes => {
                 self.end(last)

@@ -372,11 +372,12 @@ fn a_long_wait_for_the_allocation_makes_another_pass() {
     for late in [false, true] {
         let vm = full_vm();
         let tried = attempt(&vm, &config(1, LONG), |peer, _| {
+            // Before the source begins the pass.
+            let began = Instant::now();
             peer.acknowledge();
             if !late {
                 peer.send(&ALLOCATED);
             }
-            let began = Instant::now();
             peer.take_pass();
             peer.receipt(peer.frames);
             if late {

@@ -13,8 +13,8 @@ use pageferry_machine::Engine;
 use pageferry_migration::channel::Connection;
 use pageferry_migration::handshake::Identity;
 use pageferry_migration::wire::{
-    ChannelId, ChannelKey, DestinationStage, Frame, FrameType, MissingRuns, PAGE_BYTES, Pass, Role,
-    Setup, Side, SourceStage, URGENT_BYTES, UrgentKind, UrgentMessage,
+    ChannelId, ChannelKey, DestinationStage, Frame, FrameType, MissingRuns, Pass, Role, Setup,
+    SourceStage, UrgentMessage,
 };
 use pageferry_migration::{Destination, DestinationVm, SourceConfig, SourceVm};
 use pageferry_testkit::process::{descriptors, private_kib, runs_in_child, threads};
@@ -42,7 +42,7 @@ fn flood(connection: &Connection, bytes: &[u8]) -> u64 {
     private_kib().saturating_sub(before)
 }
 
-fn assert_small(name: &str, grown: u64) {
+pub(crate) fn assert_small(name: &str, grown: u64) {
     eprintln!("{name}: {grown} KiB");
     assert!(grown < ROOM, "{name}: {grown} KiB");
 }
@@ -395,60 +395,4 @@ fn a_destination_that_names_itself_ready_twice_ends_the_migration() {
         (SourceVm::Runs, "Protocol")
     );
     vm.wait_progress(16);
-}
-
-/// Each answer without a receipt is remembered. Zero pages make many of them cheap.
-#[test]
-fn a_destination_that_confirms_no_answer_loses_its_connections() {
-    /// The most answers without a receipt, and those that one turn of a channel brings beyond.
-    const MOST: usize = 65_536 + 1024;
-    let vm = WorkloadVm::booted(Engine::Soft, 1, 320 * MIB);
-    let config = SourceConfig {
-        push_background: false,
-        ..config(0, LONG)
-    };
-    let attempt = attempt(&vm, &config, |peer, session| {
-        peer.start();
-        let missing: Vec<u64> = peer.missing.iter().copied().collect();
-        assert!(missing.len() > MOST, "{} pages", missing.len());
-        let pages = peer.memory_pages;
-        let answered = std::thread::scope(|scope| {
-            let urgent = peer.urgent();
-            let reader = scope.spawn(move || answers_until_the_end(urgent, pages));
-            let wait = within_limit("requests");
-            for some in missing.chunks(64) {
-                let requests = some
-                    .iter()
-                    .map(|page| UrgentMessage::request(RamPage(*page)));
-                let bytes: Vec<u8> = requests.flatten().collect();
-                if urgent.write_all(&bytes, &wait).is_err() {
-                    break;
-                }
-            }
-            reader.join().unwrap()
-        });
-        assert!((65_536..=MOST).contains(&answered), "{answered} answers");
-        wait_until("the loss", || session.status().last_loss.is_some());
-        session.give_up();
-    });
-    let loss = attempt.status.last_loss;
-    assert_loss("answers", loss.as_deref(), "does not confirm");
-    assert_eq!(attempt.outcome.unwrap_err().vm, SourceVm::GivenUp);
-}
-
-/// Reads answers until the source closes the channel. Returns their number.
-fn answers_until_the_end(urgent: &Connection, memory_pages: u64) -> usize {
-    let wait = within_limit("answers");
-    let mut answers = 0;
-    let mut bytes = [0; URGENT_BYTES];
-    let mut page = [0; PAGE_BYTES];
-    while urgent.read_exact(&mut bytes, &wait).is_ok() {
-        let message = UrgentMessage::decode(&bytes, Side::Source, memory_pages).unwrap();
-        match message.kind {
-            UrgentKind::Page if urgent.read_exact(&mut page, &wait).is_ok() => answers += 1,
-            UrgentKind::Zero => answers += 1,
-            _ => {}
-        }
-    }
-    answers
 }

@@ -28,6 +28,7 @@ mod sessions;
 mod shortage;
 mod strangers;
 mod support;
+mod unread;
 mod vmm_access;
 mod wire_channel;
 mod wire_common;

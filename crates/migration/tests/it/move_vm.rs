@@ -43,7 +43,11 @@ fn run_from(source: WorkloadVm, case: &Case) {
         received.stalls.value_at_quantile(0.5) / 1000,
         received.stalls.len(),
     );
-    assert!(sent.passes.len() >= case.passes as usize);
+    // A guest that hardly ran in a pass leaves few dirty pages. Then no other pass follows.
+    if sent.passes.len() < case.passes as usize {
+        let last = sent.passes.last().expect("a pass");
+        assert!(last.left <= Switch::FEW_PAGES, "{:?}", sent.passes);
+    }
     assert_eq!(sent.pages, received.pages);
     assert_eq!(sent.missing_at_start, received.missing_at_start);
     if let Some(delivery) = case.to.delivery {
