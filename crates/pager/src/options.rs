@@ -30,7 +30,8 @@ pub struct Restore {
     /// What happens to the VM while its memory cannot be read.
     #[serde(default)]
     pub on_loss: OnLoss,
-    /// Where the order of first touches is written, when the restore ends.
+    /// Where the order of first touches is written, when the restore ends. Pages then come one by
+    /// one, since a touch of a page that came as a neighbour would not be seen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub record: Option<PathBuf>,
     /// A recording whose pages are loaded ahead of the faults.

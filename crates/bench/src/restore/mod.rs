@@ -43,10 +43,12 @@ enum Way {
     Mapping,
     Plain,
     Pager,
+    /// Not measured: it writes the recording.
+    Record,
     Replay,
 }
 
-/// The ways, in the order of a round. The first round of the pager records for the replay.
+/// The ways, in the order of a round.
 const WAYS: [(Way, bool); 7] = [
     (Way::Mapping, false),
     (Way::Plain, false),
@@ -62,6 +64,7 @@ fn subject(way: Way, cold: bool) -> String {
         Way::Mapping => "mapping of the file",
         Way::Plain => "plain handler of ours",
         Way::Pager => "pager",
+        Way::Record => "pager that records",
         Way::Replay => "pager with replay",
     };
     format!("{name}, {}", if cold { "cold" } else { "warm" })
@@ -103,6 +106,17 @@ pub fn restore(
     let memory = scratch.0.join("memory");
     write_memory(&memory, sizes.memory).map_err(failed("cannot write a memory file"))?;
     let mut all: Vec<Figures> = WAYS.iter().map(|_| Figures::default()).collect();
+    let file = File::open(&memory).map_err(failed("the memory file"))?;
+    let one = |cold| One {
+        setting,
+        sizes,
+        scratch: &scratch.0,
+        memory: &memory,
+        file: &file,
+        cold,
+    };
+    progress("recording the working set");
+    one(false).measure(Way::Record)?;
     for round in 1..=setting.repeat {
         for ((way, cold), figures) in WAYS.into_iter().zip(&mut all) {
             progress(&format!(
@@ -110,16 +124,7 @@ pub fn restore(
                 subject(way, cold),
                 setting.repeat
             ));
-            let file = File::open(&memory).map_err(failed("the memory file"))?;
-            let one = One {
-                setting,
-                sizes,
-                scratch: &scratch.0,
-                memory: &memory,
-                file: &file,
-                cold,
-            };
-            let (touched, faults) = one.measure(way)?;
+            let (touched, faults) = one(cold).measure(way)?;
             figures.ms.push(touched.took.as_secs_f64() * 1e3);
             figures.p50_us.push(touched.p50.as_secs_f64() * 1e6);
             figures.p99_us.push(touched.p99.as_secs_f64() * 1e6);
@@ -230,11 +235,11 @@ impl One<'_> {
                 std::fs::remove_file(&socket).map_err(failed("a socket"))?;
                 Ok((touched?, Some(faults?)))
             }
-            Way::Pager | Way::Replay => self.by_pager(way == Way::Replay, &socket),
+            Way::Pager | Way::Record | Way::Replay => self.by_pager(way, &socket),
         }
     }
 
-    fn by_pager(&self, replays: bool, socket: &Path) -> Result<(Touched, Option<u64>), BenchError> {
+    fn by_pager(&self, way: Way, socket: &Path) -> Result<(Touched, Option<u64>), BenchError> {
         let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
         let settings = Settings {
             directory: self.scratch.join("state"),
@@ -244,10 +249,10 @@ impl One<'_> {
         let name: Name = "bench".parse().map_err(|why| failed(&why))?;
         let recording = self.scratch.join("recording");
         let mut restore = Restore::new(self.memory, socket);
-        if replays {
-            restore.replay = Some(recording);
-        } else if !recording.exists() {
-            restore.record = Some(recording);
+        match way {
+            Way::Record => restore.record = Some(recording),
+            Way::Replay => restore.replay = Some(recording),
+            _ => {}
         }
         pager.restore(&name, restore).map_err(|why| failed(&why))?;
         let touched = self.touch(Memory::Pager(socket.to_owned()))?;

@@ -217,6 +217,12 @@ mod bench {
             let output = ended.json();
             all.extend(rows_with_documented_cases(&section, benchmark, &output));
         }
+        let words = "bench restore --memory 32M --working-set 2M --repeat 1 --json";
+        let ended = pageferry(&words.split(' ').collect::<Vec<_>>());
+        if !(ended.code == Some(2) && skip("uffd", &ended.stderr)) {
+            ended.assert_ok();
+            all.extend(rows_with_documented_cases(&section, "restore", &ended.json()));
+        }
         if !all.is_empty() {
             assert_described(&section, &Value::Array(all), &[]);
         }
