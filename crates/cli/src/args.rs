@@ -5,6 +5,7 @@ use crate::control::change::ChangeOptions;
 use crate::control::options::{MigrateOptions, TlsOptions};
 use crate::exit::TABLE;
 use crate::pager::PagerArgs;
+use crate::snapshot::SnapshotArgs;
 use crate::{rate, size};
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -17,7 +18,7 @@ use std::time::Duration;
 use tracing::level_filters::LevelFilter;
 
 /// The last line of a command's help. One table lists the codes.
-const EXIT_CODES: &str = "`pageferry help exit-codes` says what the exit codes mean.";
+pub(crate) const EXIT_CODES: &str = "`pageferry help exit-codes` says what the exit codes mean.";
 
 /// Moves running virtual machines between processes and hosts. Their memory follows on demand.
 ///
@@ -146,6 +147,8 @@ pub(crate) enum Command {
     /// one takes its VMs over.
     #[command(after_help = EXIT_CODES)]
     Pager(PagerArgs),
+    /// Pack the memory of a VM's snapshot, check it, and give it back
+    Snapshot(SnapshotArgs),
     /// Say what this host can do, what that means for Pageferry, and how to get what is missing
     #[command(after_help = EXIT_CODES)]
     Probe(ProbeArgs),

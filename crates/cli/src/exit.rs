@@ -26,9 +26,10 @@ pub(crate) enum Exit {
     Address = 5,
     /// Nobody answers at the address, or large packets do not get there.
     Unreachable = 6,
-    /// The peer speaks another protocol or another version, or sends invalid data.
+    /// The peer speaks another protocol or another version, or sends invalid data. A snapshot is
+    /// damaged.
     Protocol = 7,
-    /// The peer refused.
+    /// The peer refused. A snapshot is not what was expected.
     Refused = 8,
     /// Ctrl-C, or a request over the control socket.
     Cancelled = 9,
@@ -60,8 +61,8 @@ Exit codes:
    4  userfaultfd, the fault delivery or the backing asked for is not there, or a limit is too low
    5  the address or socket is in use or cannot be listened on
    6  the address refuses connections or cannot be reached, also if only large packets cannot
-   7  the peer speaks another protocol, another version, or sent damaged data, also under TLS
-   8  the peer refused (mismatched machine, busy, unknown guest, its limits)
+   7  the peer speaks another protocol or version; damaged data from it, or in a snapshot
+   8  the peer refused (mismatched machine, busy, its limits), or --expect-... of a snapshot did
    9  cancelled (Ctrl-C); before the switch-over the VM runs on at the source
   10  the migration ended after the switch-over: the VM at the destination is incomplete
   11  no VM answers on that control socket

@@ -10,9 +10,10 @@
 //! [`migrate`] and [`status`] are its clients, and find it by [`sockets`]. [`metrics`] serves its
 //! figures to Prometheus.
 //! [`demo`] is a source that starts its destination. [`report`] shows the record of a migration as
-//! a table, JSON or HTML. [`probe`] tests the host.
+//! a table, JSON or HTML. [`snapshot`] packs the memory of snapshots. [`probe`] tests the host.
 //!
-//! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
+//! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`, `snapshot`. Nothing is
+//! above.
 //! The crate must not know wire formats, page tables or ioctls. Its only unsafe code handles signals
 //! ([`signals`], [`terminal`]) and takes the descriptor that a service manager hands over
 //! ([`activation`]).
@@ -56,6 +57,7 @@ mod set;
 mod signals;
 mod sink;
 mod size;
+mod snapshot;
 mod sockets;
 mod status;
 mod terminal;
@@ -122,6 +124,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Set(args) => set::set(args, &interrupts),
         Command::Cancel(args) => recovery::cancel(args, &interrupts),
         Command::Pager(args) => pager::pager(args, &interrupts),
+        Command::Snapshot(args) => snapshot::snapshot(args, &interrupts),
         Command::Probe(args) => probe::probe(args),
         Command::Bench(args) => bench::bench(args),
         Command::Completions(args) => {

@@ -68,6 +68,38 @@ fn the_status_of_a_vm_is_described() {
 }
 
 #[test]
+fn the_results_of_snapshot_are_described() {
+    use crate::snapshot::{files, snapshot};
+    let dir = crate::support::Dir::new();
+    files(&dir);
+    let document = Document::read();
+    let run = |line: &str| {
+        let ended = snapshot(&dir, &format!("{line} --json"));
+        ended.assert_ok();
+        ended.json()
+    };
+    let packed = document.section("snapshot pack, diff, and info");
+    let of_info = [
+        "bases[].id",
+        "bases[].file",
+        "states[].name",
+        "states[].bytes",
+        "vmm",
+        "vmm_version",
+        "cpu",
+    ];
+    let full = run("pack @full.mem @full --state @vmstate");
+    packed.assert_describes(&full, &of_info, &[]);
+    let diff = run("diff @full @diff.mem @diff --state @vmstate");
+    packed.assert_describes(&diff, &of_info, &[]);
+    packed.assert_describes(&run("info @diff"), &["ms"], &[]);
+    let unpacked = document.section("snapshot unpack");
+    unpacked.assert_describes(&run("unpack @full @unpacked"), &[], &[]);
+    let verified = document.section("snapshot verify");
+    verified.assert_describes(&run("verify @diff"), &[], &[]);
+}
+
+#[test]
 fn the_exit_codes_are_those_of_the_program() {
     let printed = pageferry(&["help", "exit-codes"]);
     printed.assert_ok();

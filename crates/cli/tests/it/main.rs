@@ -42,6 +42,7 @@ mod schedules;
 mod service_filter;
 mod set;
 mod sizes;
+mod snapshot;
 mod support;
 mod terminal;
 mod trust;
