@@ -11,7 +11,7 @@
 //! [`Source`] in a pool, so a slow page delays none that is at hand. A directory has what
 //! outlives the process: see `docs/pager-states.md`.
 //!
-//! **Neighbours.** Below: `userfault` and `addr`. Above: the command line. This crate must not
+//! **Neighbours.** Below: `userfault`, `snapshot` and `addr`. Above: the command line. This crate must not
 //! know machines, vCPUs or migrations.
 
 mod answer;
@@ -41,9 +41,9 @@ pub use handshake::parse_regions;
 pub use handshake::{Handshake, HandshakeError, MAX_HANDSHAKE_BYTES, MAX_REGIONS};
 pub use listen::{ListenError, listen_at};
 pub use name::{Name, NameError};
-pub use options::{Background, OnLoss, Owner, Restore};
+pub use options::{Background, Format, OnLoss, Owner, Restore};
 pub use pager::{EndError, Keeper, Pager, RestoreError, Settings, StartError};
 pub use recording::{Recording, RecordingError};
 pub use regions::Region;
-pub use source::{FileSource, Source, SourceError, open as open_source};
+pub use source::{FileSource, PackedSource, Source, SourceError, open as open_source};
 pub use status::{Latency, Phase, Status, Survival, VmStatus};

@@ -19,6 +19,9 @@ use std::path::PathBuf;
 pub struct Restore {
     /// The memory file of the snapshot. It must not change while a VM uses it.
     pub memory: PathBuf,
+    /// What that file is. It is never guessed: the bytes of a memory file are the guest's.
+    #[serde(default)]
+    pub format: Format,
     /// The path of the Unix socket that the pager makes.
     pub socket: PathBuf,
     /// Owner and mode of that socket. A jailed VMM has a user of its own.
@@ -45,6 +48,7 @@ impl Restore {
     pub fn new(memory: impl Into<PathBuf>, socket: impl Into<PathBuf>) -> Self {
         Self {
             memory: memory.into(),
+            format: Format::default(),
             socket: socket.into(),
             owner: Owner::default(),
             background: Background::default(),
@@ -53,6 +57,17 @@ impl Restore {
             replay: None,
         }
     }
+}
+
+/// What the memory file of a snapshot is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// The bytes of memory, as Firecracker and Cloud Hypervisor write them.
+    #[default]
+    Raw,
+    /// A snapshot packed by `pageferry snapshot pack`. Its bases lie beside it.
+    Packed,
 }
 
 /// Owner and mode of a socket.

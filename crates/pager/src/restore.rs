@@ -152,7 +152,7 @@ impl Entry {
             .regions
             .iter()
             .map(|region| region.offset + region.size);
-        let source = source::again(&restore.memory, record.source, bytes.max().unwrap_or(0));
+        let source = source::again(&restore, record.source, bytes.max().unwrap_or(0));
         let vm = Arc::new(Vm::new(
             name.clone(),
             restore.clone(),
@@ -506,7 +506,7 @@ pub(crate) struct Prepared {
 impl Prepared {
     /// Opens the memory and the recording, then makes the socket.
     pub(crate) fn new(restore: &Restore) -> Result<Self, RestoreError> {
-        let source = source::open(&restore.memory)?;
+        let source = source::open(&restore.memory, restore.format)?;
         let recording = restore.replay.as_deref().map(Recording::load).transpose()?;
         let socket = listen_at(&restore.socket, &restore.owner)?;
         Ok(Self {

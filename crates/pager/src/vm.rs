@@ -222,7 +222,11 @@ impl Vm {
     /// The pages that come with `page`: its neighbours, within `limit`. While touches are recorded it
     /// comes alone, since a touch of a page that is there is not seen.
     pub(crate) fn around(&self, page: u64, limit: &Range<u64>) -> Range<u64> {
-        let bytes = if self.restore.record.is_some() { 0 } else { AROUND };
+        let bytes = if self.restore.record.is_some() {
+            0
+        } else {
+            AROUND
+        };
         let around = self.regions.block_of(page, bytes);
         around.start.max(limit.start)..around.end.min(limit.end)
     }

@@ -249,6 +249,13 @@ mod tests {
             (
                 "PUT",
                 "/restores/web",
+                &with("format", json!("packed")),
+                422,
+                "memory",
+            ),
+            (
+                "PUT",
+                "/restores/web",
                 &with("memory", json!("/dev/null")),
                 422,
                 "no file",
@@ -327,7 +334,7 @@ mod tests {
             .unwrap();
         // Every key of a request, so that the answer repeats all of them.
         let full = json!({
-            "memory": memory, "socket": served.scratch.join("s"),
+            "memory": memory, "format": "raw", "socket": served.scratch.join("s"),
             "owner": {"user": rustix::process::geteuid().as_raw(),
                       "group": rustix::process::getegid().as_raw(), "mode": 0o600},
             "background": {"rate": 1000}, "on_loss": "pause",

@@ -2,7 +2,7 @@
 
 use crate::size;
 use clap::{Args, Subcommand, ValueEnum};
-use pageferry_pager::{Background, Name, OnLoss, Owner, Restore};
+use pageferry_pager::{Background, Format, Name, OnLoss, Owner, Restore};
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
@@ -48,6 +48,9 @@ pub(crate) struct SnapshotArgs {
     /// The memory file of the snapshot
     #[arg(long, value_name = "FILE")]
     pub(crate) memory: PathBuf,
+    /// The file is a snapshot packed by `pageferry snapshot pack`, with its bases beside it
+    #[arg(long)]
+    pub(crate) packed: bool,
     /// The user id that owns the socket, such as the jailer's
     #[arg(long, value_name = "UID")]
     pub(crate) owner: Option<u32>,
@@ -80,6 +83,9 @@ impl SnapshotArgs {
             std::path::absolute(&self.memory)?,
             std::path::absolute(&self.socket)?,
         );
+        if self.packed {
+            restore.format = Format::Packed;
+        }
         restore.owner = Owner {
             user: self.owner,
             group: self.group,

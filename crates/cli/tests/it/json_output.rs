@@ -253,7 +253,11 @@ mod bench {
         let ended = pageferry(&words.split(' ').collect::<Vec<_>>());
         if !(ended.code == Some(2) && skip("uffd", &ended.stderr)) {
             ended.assert_ok();
-            all.extend(rows_with_documented_cases(&section, "restore", &ended.json()));
+            all.extend(rows_with_documented_cases(
+                &section,
+                "restore",
+                &ended.json(),
+            ));
         }
         if !all.is_empty() {
             assert_described(&section, &Value::Array(all), &[]);

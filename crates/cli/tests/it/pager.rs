@@ -211,6 +211,29 @@ fn many_vms_are_served_as_requests_say() {
 }
 
 #[test]
+fn a_vm_starts_from_a_packed_snapshot() {
+    let dir = Dir::new();
+    let Some(mut vm) = Vm::start(&dir) else {
+        return;
+    };
+    let packed = dir.path("packed").to_str().unwrap().to_owned();
+    let memory = vm.memory.to_str().unwrap();
+    Process::start(&["snapshot", "pack", memory, &packed], &dir)
+        .end()
+        .assert_ok();
+    std::fs::remove_file(&vm.memory).unwrap();
+    let mut flags = vm.flags();
+    flags[1] = packed;
+    let pager = Process::start(&words(&["pager", "run", "--packed"], &flags), &dir);
+    pager.wait_until_said("waiting for a VMM at ");
+    vm.connect();
+    vm.double.run();
+    vm.assert_goes_on();
+    vm.assert_whole();
+    pager.end().assert_ok();
+}
+
+#[test]
 fn a_second_pager_on_the_directory_is_refused() {
     let dir = Dir::new();
     let server = Server::start(&dir);

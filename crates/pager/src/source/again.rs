@@ -4,22 +4,22 @@
 //! is a source whose reads fail, so the VM's policy for lost sources decides.
 
 use super::{Source, SourceError, open};
-use std::path::{Path, PathBuf};
+use crate::options::Restore;
 use std::sync::{Arc, OnceLock};
 
 #[derive(Debug)]
 struct Again {
-    path: PathBuf,
+    restore: Restore,
     identity: String,
     bytes: u64,
     opened: OnceLock<Arc<dyn Source>>,
 }
 
-/// Opens the source of `path`, now or when it is read. It must be the one with this identity, and
+/// Opens the source of a restore, now or when it is read. It must be the one with this identity, and
 /// have at least `bytes` bytes.
-pub(crate) fn again(path: &Path, identity: String, bytes: u64) -> Arc<dyn Source> {
+pub(crate) fn again(restore: &Restore, identity: String, bytes: u64) -> Arc<dyn Source> {
     let again = Again {
-        path: path.to_owned(),
+        restore: restore.clone(),
         identity,
         bytes,
         opened: OnceLock::new(),
@@ -35,11 +35,11 @@ impl Again {
         if let Some(source) = self.opened.get() {
             return Ok(source);
         }
-        let source = open(&self.path)?;
+        let source = open(&self.restore.memory, self.restore.format)?;
         let now = source.identity();
         if now != self.identity {
             return Err(SourceError::Changed {
-                what: self.path.display().to_string(),
+                what: self.restore.memory.display().to_string(),
                 before: self.identity.clone(),
                 now,
             });

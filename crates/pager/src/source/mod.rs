@@ -2,11 +2,14 @@
 
 mod again;
 mod file;
+mod packed;
 
 pub use file::FileSource;
+pub use packed::PackedSource;
 
 pub(crate) use again::again;
 
+use crate::options::Format;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -82,10 +85,13 @@ pub enum SourceError {
     },
 }
 
-/// Opens the source that a path names: a memory file.
+/// Opens the memory of a snapshot.
 ///
 /// # Errors
 /// [`SourceError`].
-pub fn open(path: &Path) -> Result<Arc<dyn Source>, SourceError> {
-    Ok(Arc::new(FileSource::open(path)?))
+pub fn open(path: &Path, format: Format) -> Result<Arc<dyn Source>, SourceError> {
+    Ok(match format {
+        Format::Raw => Arc::new(FileSource::open(path)?),
+        Format::Packed => Arc::new(PackedSource::open(path)?),
+    })
 }

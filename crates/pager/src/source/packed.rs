@@ -1,0 +1,173 @@
+//! A packed snapshot: chunks that are checked and decompressed when they are read.
+//!
+//! **Mechanism.** The last chunks are kept: pages come one by one, and a chunk has many. The kernel
+//! keeps the compressed bytes in its page cache besides.
+
+use super::{Source, SourceError};
+use pageferry_snapshot::Snapshot;
+use std::collections::VecDeque;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The bytes of chunks that are kept.
+const KEPT: usize = 8 << 20;
+
+/// A snapshot made by `pageferry snapshot pack`, with its bases beside it.
+#[derive(Debug)]
+pub struct PackedSource {
+    snapshot: Snapshot,
+    /// The newest chunk is the last.
+    kept: Mutex<VecDeque<(u64, Arc<[u8]>)>>,
+    most: usize,
+}
+
+impl PackedSource {
+    /// Opens a packed snapshot, and its bases in the same directory.
+    ///
+    /// # Errors
+    /// [`SourceError::Damaged`], also for a file that is no snapshot, and for a base that is missing.
+    pub fn open(path: &Path) -> Result<Self, SourceError> {
+        let snapshot = Snapshot::open(path).map_err(|why| SourceError::Damaged {
+            what: path.display().to_string(),
+            why: why.to_string(),
+        })?;
+        let most = (KEPT / snapshot.chunk_bytes() as usize).max(1);
+        Ok(Self {
+            snapshot,
+            kept: Mutex::default(),
+            most,
+        })
+    }
+
+    fn kept(&self, index: u64) -> Option<Arc<[u8]>> {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = kept.iter().rev().find(|(kept, _)| *kept == index);
+        found.map(|(_, chunk)| chunk.clone())
+    }
+
+    fn chunk(&self, index: u64) -> Result<Arc<[u8]>, SourceError> {
+        if let Some(chunk) = self.kept(index) {
+            return Ok(chunk);
+        }
+        let mut bytes = vec![0; self.snapshot.chunk_len(index)];
+        let read = self.snapshot.read_chunk(index, &mut bytes);
+        read.map_err(|why| SourceError::Damaged {
+            what: self.snapshot.path().display().to_string(),
+            why: why.to_string(),
+        })?;
+        let chunk: Arc<[u8]> = bytes.into();
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another thread may have read it meanwhile: a chunk twice costs memory, and is right.
+        if kept.len() >= self.most {
+            kept.pop_front();
+        }
+        kept.push_back((index, chunk.clone()));
+        Ok(chunk)
+    }
+
+    /// Copies bytes of chunks that `chunk` gives. Returns false if it lacks one.
+    fn copy<E>(
+        &self,
+        offset: u64,
+        buffer: &mut [u8],
+        mut chunk: impl FnMut(u64) -> Result<Option<Arc<[u8]>>, E>,
+    ) -> Result<bool, E> {
+        let size = u64::from(self.snapshot.chunk_bytes());
+        let mut done = 0;
+        while done < buffer.len() {
+            let at = offset + done as u64;
+            let Some(bytes) = chunk(at / size)? else {
+                return Ok(false);
+            };
+            // Nothing of a chunk behind the end, which is empty.
+            let Some(part) = bytes
+                .get((at % size) as usize..)
+                .filter(|part| !part.is_empty())
+            else {
+                return Ok(false);
+            };
+            let len = part.len().min(buffer.len() - done);
+            buffer[done..done + len].copy_from_slice(&part[..len]);
+            done += len;
+        }
+        Ok(true)
+    }
+}
+
+impl Source for PackedSource {
+    fn bytes(&self) -> u64 {
+        self.snapshot.len()
+    }
+
+    fn block(&self) -> u64 {
+        u64::from(self.snapshot.chunk_bytes())
+    }
+
+    fn is_zero(&self, offset: u64, len: u64) -> bool {
+        // A damaged index is an error of the read that follows.
+        self.snapshot.is_zero(offset..offset + len).unwrap_or(false)
+    }
+
+    fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, SourceError> {
+        self.copy(offset, buffer, |index| Ok(self.kept(index)))
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
+        let end = offset + buffer.len() as u64;
+        if self.copy(offset, buffer, |index| self.chunk(index).map(Some))? {
+            return Ok(());
+        }
+        Err(SourceError::Short {
+            what: self.snapshot.path().display().to_string(),
+            end,
+        })
+    }
+
+    fn identity(&self) -> String {
+        format!("packed snapshot {}", self.snapshot.id())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pageferry_snapshot::{Input, Options, pack};
+    use std::fs::File;
+    use std::ops::ControlFlow;
+
+    #[test]
+    fn a_packed_snapshot_reads_as_the_memory_that_was_packed() {
+        let path = std::env::temp_dir().join(format!("pageferry-packed-{}", std::process::id()));
+        std::fs::create_dir(&path).unwrap();
+        // 10 chunks of which one is zero, and the last one is short.
+        let mut memory: Vec<u8> = (0..(9 << 16) + 4096)
+            .map(|at| (at / 4096) as u8 | 1)
+            .collect();
+        memory[1 << 16..2 << 16].fill(0);
+        std::fs::write(path.join("memory"), &memory).unwrap();
+        let file = File::open(path.join("memory")).unwrap();
+        let packed = path.join("packed");
+        let on = &mut |_, _| ControlFlow::Continue(());
+        pack(Input::File(&file), &packed, Options::default(), on).unwrap();
+
+        let source = PackedSource::open(&packed).unwrap();
+        assert_eq!(source.bytes(), memory.len() as u64);
+        assert!(source.is_zero(1 << 16, 1 << 16) && !source.is_zero(0, 1 << 17));
+        let mut buffer = vec![1; 3 << 16];
+        assert!(!source.read_now(4096, &mut buffer).unwrap());
+        source.read(4096, &mut buffer).unwrap();
+        assert_eq!(buffer, memory[4096..4096 + (3 << 16)]);
+        buffer.fill(0);
+        assert!(
+            source.read_now(4096, &mut buffer).unwrap(),
+            "the chunks are kept"
+        );
+        assert_eq!(buffer, memory[4096..4096 + (3 << 16)]);
+        let mut end = [0; 8192];
+        assert!(source.read(9 << 16, &mut end).is_err(), "behind the end");
+        source.read((9 << 16) - 4096, &mut end).unwrap();
+        assert_eq!(end, memory[(9 << 16) - 4096..]);
+        assert!(PackedSource::open(&path.join("memory")).is_err());
+        std::fs::remove_dir_all(path).unwrap();
+    }
+}
