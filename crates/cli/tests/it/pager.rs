@@ -419,6 +419,31 @@ mod as_a_service {
     }
 
     #[test]
+    fn the_unit_starts_a_command_that_there_is() {
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../dist/pageferry-pager.service"
+        );
+        let unit = std::fs::read_to_string(path).unwrap();
+        let value = |key: &str| {
+            let mut lines = unit.lines();
+            let found = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+            found.unwrap_or_else(|| panic!("the unit has no {key}"))
+        };
+        let (program, args) = value("ExecStart").split_once(' ').unwrap();
+        assert!(program.ends_with("/pageferry"), "{program}");
+        let args: Vec<&str> = args.split(' ').chain(["--help"]).collect();
+        crate::support::pageferry(&args).assert_ok();
+        // The call without which a VM is taken over only from the store.
+        assert!(
+            value("SystemCallFilter")
+                .split(' ')
+                .any(|call| call == "pidfd_getfd")
+        );
+        assert!(value("FileDescriptorStoreMax").parse::<u32>().unwrap() > 0);
+    }
+
+    #[test]
     fn a_filter_without_a_keeper_kills_nothing_and_the_risk_is_told() {
         let dir = Dir::new();
         let Some(mut vm) = Vm::start(&dir) else {
