@@ -11,11 +11,12 @@ use crate::shared::Ring;
 use crate::source::SourceError;
 use crate::vm::Vm;
 use pageferry_addr::Hva;
-use pageferry_userfault::uffd::{Event, MESSAGE_BYTES, ReadError, decode_message};
+use pageferry_userfault::uffd::{Event, MESSAGE_BYTES, ReadError, Wake, decode_message};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -45,7 +46,25 @@ struct Fault {
 pub(crate) fn serve(vm: &Arc<Vm>, ring: &mut Ring) -> End {
     let end = run(vm, ring);
     vm.jobs.close();
+    if vm.released.load(Ordering::Acquire) {
+        drain(vm, ring);
+    }
     end
+}
+
+/// Reads the removals that began before the memory was released. Their threads sleep until then.
+fn drain(vm: &Vm, ring: &mut Ring) {
+    let Some(region) = vm.regions.iter().next() else {
+        return;
+    };
+    while read(vm, ring, &mut VecDeque::new()).is_ok() {
+        // No region is registered, so this places nothing. It is refused in another way while a
+        // removal waits.
+        match vm.uffd.zeropage(Hva(region.address), 4096, Wake::Now) {
+            Err(why) if why.is_changing() => std::thread::yield_now(),
+            _ => return,
+        }
+    }
 }
 
 fn run(vm: &Arc<Vm>, ring: &mut Ring) -> End {
