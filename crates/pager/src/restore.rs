@@ -135,6 +135,8 @@ impl Entry {
             .map_err(|why| format!("the state of the former pager: {why}"));
         let (uffd, (shared, mut ring)) = match (uffd, state) {
             (Ok(uffd), Ok(state)) => (uffd, state),
+            // It has ended meanwhile.
+            (Err(_), _) if vmm.has_ended() => return Ok(None),
             (Err(why), _) | (_, Err(why)) => {
                 tracing::error!(restore = %name, "its VM cannot be served again: {why}");
                 if restore.on_loss == OnLoss::Kill {
