@@ -1,11 +1,11 @@
 //! Pagers die, and the next ones take their VMs over.
 
 use crate::process::{Order, PagerProcess};
-use crate::scene::{MIB, Scratch, config, data_pages, drop_from_cache, files, pages, run, verify};
-use pageferry_pager::{DirectoryError, Pager, Restore, Settings, StartError};
-use pageferry_testkit::firecracker::{
-    Config, Contents, Double, Fields, Task, Wrong, write_memory_file,
+use crate::scene::{
+    MIB, Scratch, config, data_pages, drop_from_cache, files, run, verify, write_memory,
 };
+use pageferry_pager::{DirectoryError, Pager, Restore, Settings, StartError};
+use pageferry_testkit::firecracker::{Config, Contents, Double, Fields, Task, Wrong};
 use pageferry_testkit::{Random, Stop, skip, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -53,7 +53,7 @@ impl Vms {
             .collect();
         for config in configs.iter().take(4) {
             let file = Self::file(&scratch, config.seed);
-            write_memory_file(&file, config.seed, pages(config)).expect("a file");
+            write_memory(&file, config);
         }
         let mut order = Order {
             directory: scratch.path("state"),
@@ -289,7 +289,7 @@ fn a_death_during_a_handshake_is_told() {
     let scratch = Scratch::new("handshake");
     let config = config(3);
     let memory = scratch.path("memory");
-    write_memory_file(&memory, config.seed, pages(&config)).expect("a file");
+    write_memory(&memory, &config);
     let Some(mut double) = Double::start(&config) else {
         return;
     };

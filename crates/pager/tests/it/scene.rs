@@ -70,10 +70,16 @@ pub(crate) fn files(directory: &Path) -> Vec<String> {
     files
 }
 
+/// Writes the memory file of a VM to the disk, so that it can be dropped from the page cache.
+pub(crate) fn write_memory(path: &Path, config: &Config) {
+    write_memory_file(path, config.seed, pages(config)).expect("a file");
+    let file = File::open(path).expect("a file");
+    file.sync_all().expect("a disk");
+}
+
 /// Drops a file from the page cache.
 pub(crate) fn drop_from_cache(path: &Path) {
     let file = File::open(path).expect("a file");
-    file.sync_all().expect("a disk");
     fadvise(&file, 0, None, Advice::DontNeed).expect("advice");
 }
 
@@ -95,7 +101,7 @@ impl Scene {
     pub(crate) fn new(name: &str, config: Config) -> Self {
         let scratch = Scratch::new(name);
         let memory = scratch.path("memory");
-        write_memory_file(&memory, config.seed, pages(&config)).expect("a file");
+        write_memory(&memory, &config);
         let settings = Settings {
             directory: scratch.path("state"),
             ..Settings::default()
