@@ -56,7 +56,7 @@ impl Vms {
             write_memory(&file, config);
         }
         let mut order = Order {
-            directory: scratch.path("state"),
+            directory: scratch.state(),
             ..Order::default()
         };
         for (number, config) in configs.iter().enumerate() {
@@ -295,7 +295,7 @@ fn a_death_during_a_handshake_is_told() {
     };
     let socket = scratch.path("socket");
     let mut order = Order {
-        directory: scratch.path("state"),
+        directory: scratch.state(),
         ..Order::default()
     };
     let restore = Restore::new(&memory, &socket);

@@ -59,6 +59,6 @@ fn recorded_pages_are_there_before_they_are_touched() {
         matches!(refused, Err(RestoreError::Recording(_))),
         "{refused:?}"
     );
-    assert_eq!(files(&scene.scratch.path("state")), ["lock"]);
+    assert_eq!(files(&scene.scratch.state()), ["lock"]);
     assert!(!scene.scratch.path("socket").exists());
 }

@@ -121,7 +121,7 @@ fn a_vm_whose_memory_is_there_is_released() {
         assert_eq!(vm.background, vm.pages);
         scene.pager.end(&name("vm"), false).expect("released");
         assert!(scene.pager.status(&name("vm")).is_none());
-        assert_eq!(files(&scene.scratch.path("state")), ["lock"]);
+        assert_eq!(files(&scene.scratch.state()), ["lock"]);
         let first = data_pages(&scene.config).next().expect("data");
         double.perform(Task::Remove { first, pages: 1 });
         double.perform(Task::Read(first));
@@ -178,7 +178,7 @@ fn a_vm_that_needs_its_pager_is_kept_or_killed() {
     scene.pager.end(&name("vm"), true).expect("killed");
     assert!(!double.wait().success());
     assert!(scene.pager.list().is_empty());
-    assert_eq!(files(&scene.scratch.path("state")), ["lock"]);
+    assert_eq!(files(&scene.scratch.state()), ["lock"]);
     let absent = scene.pager.end(&name("vm"), true);
     assert!(matches!(absent, Err(EndError::Absent(_))), "{absent:?}");
 }
@@ -186,7 +186,7 @@ fn a_vm_that_needs_its_pager_is_kept_or_killed() {
 #[test]
 fn a_restore_that_ends_during_a_handshake_leaves_nothing() {
     let scene = Scene::new("leaves", config(9));
-    let record = scene.scratch.path("state").join("vm.json");
+    let record = scene.scratch.state().join("vm.json");
     for _ in 0..20 {
         let request = scene.request();
         scene.pager.restore(&name("vm"), request).expect("begun");
@@ -197,7 +197,7 @@ fn a_restore_that_ends_during_a_handshake_leaves_nothing() {
             text.contains("\"pid\"")
         });
         scene.pager.end(&name("vm"), false).expect("ended");
-        assert_eq!(files(&scene.scratch.path("state")), ["lock"]);
+        assert_eq!(files(&scene.scratch.state()), ["lock"]);
         assert!(!scene.scratch.path("socket").exists());
         drop(silent);
     }

@@ -11,25 +11,41 @@ use std::path::{Path, PathBuf};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// A directory that ends with its test.
-pub(crate) struct Scratch(PathBuf);
+/// A directory that ends with its test, and one for the state of a pager. That one is in memory if
+/// the host has `/dev/shm`: on a busy disk, each rename may take seconds.
+pub(crate) struct Scratch {
+    files: PathBuf,
+    state: PathBuf,
+}
 
 impl Scratch {
     pub(crate) fn new(name: &str) -> Self {
         let name = format!("pageferry-pager-{}-{name}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).expect("a directory");
-        Self(path)
+        let files = std::env::temp_dir().join(&name);
+        std::fs::create_dir(&files).expect("a directory");
+        let memory = Path::new("/dev/shm");
+        let state = if memory.is_dir() {
+            memory.join(name)
+        } else {
+            files.join("state")
+        };
+        Self { files, state }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
+        self.files.join(name)
+    }
+
+    /// The directory of a pager.
+    pub(crate) fn state(&self) -> PathBuf {
+        self.state.clone()
     }
 }
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
+        let _ = std::fs::remove_dir_all(&self.state);
+        let _ = std::fs::remove_dir_all(&self.files);
     }
 }
 
@@ -103,7 +119,7 @@ impl Scene {
         let memory = scratch.path("memory");
         write_memory(&memory, &config);
         let settings = Settings {
-            directory: scratch.path("state"),
+            directory: scratch.state(),
             ..Settings::default()
         };
         Self {
@@ -159,7 +175,7 @@ impl Scene {
     pub(crate) fn assert_ended(&self) {
         assert!(self.pager.wait_ended(&name("vm"), pageferry_testkit::LIMIT));
         assert_eq!(self.status().phase, Phase::Ended);
-        assert_eq!(files(&self.scratch.path("state")), ["lock"]);
+        assert_eq!(files(&self.scratch.state()), ["lock"]);
         assert!(!self.scratch.path("socket").exists());
     }
 }
