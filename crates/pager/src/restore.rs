@@ -26,6 +26,7 @@ use rustix::net::{SocketFlags, accept_with};
 use rustix::process::Signal;
 use serde_json::json;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -56,9 +57,16 @@ pub(crate) struct Entry {
 }
 
 enum State {
-    Waiting { fault: Option<String> },
+    Waiting {
+        fault: Option<String>,
+    },
+    /// It was released while it waited, and its thread has not ended yet.
+    Leaving,
     Serving(Arc<Vm>),
-    Failed { fault: String, vmm: Vmm },
+    Failed {
+        fault: String,
+        vmm: Vmm,
+    },
     Ended(Option<Box<VmStatus>>),
 }
 
@@ -138,6 +146,8 @@ impl Entry {
             .map_err(|why| format!("the state of the former pager: {why}"));
         let (uffd, (shared, mut ring)) = match (uffd, state) {
             (Ok(uffd), Ok(state)) => (uffd, state),
+            // It has ended meanwhile.
+            (Err(_), _) if vmm.has_ended() => return Ok(None),
             (Err(why), _) | (_, Err(why)) => {
                 tracing::error!(restore = %name, "its VM cannot be served again: {why}");
                 if restore.on_loss == OnLoss::Kill {
@@ -177,6 +187,7 @@ impl Entry {
             Begin::Listen(prepared) => {
                 let accepted = self.accept(prepared.socket, &prepared.source);
                 let Some((vm, mut ring, connection)) = accepted else {
+                    self.leave();
                     return;
                 };
                 background::start(&vm, prepared.recording);
@@ -221,6 +232,16 @@ impl Entry {
         }
     }
 
+    /// Ends a restore that was released while it waited. Only its own thread may: it may just have
+    /// written the record.
+    fn leave(&self) {
+        if matches!(*locked(&self.state), State::Leaving) {
+            let _ = std::fs::remove_file(&self.restore.socket);
+            self.forget();
+            self.become_(State::Ended(None));
+        }
+    }
+
     /// Removes what would outlive this process.
     fn forget(&self) {
         if let Some(keeper) = &self.common.keeper {
@@ -247,12 +268,19 @@ impl Entry {
             let connection = self.next_connection(socket.as_fd())?;
             let refusal = match self.shake(connection.as_fd(), &mut record, source) {
                 Ok((vm, ring)) => {
+                    let mut state = locked(&self.state);
+                    if matches!(*state, State::Leaving) {
+                        return None;
+                    }
+                    *state = State::Serving(vm.clone());
+                    drop(state);
+                    self.changed.notify_all();
                     // The restore is for one VM: another connect is refused from now on.
                     drop(socket);
                     let _ = std::fs::remove_file(&self.restore.socket);
-                    self.become_(State::Serving(vm.clone()));
                     return Some((vm, ring, connection));
                 }
+                Err(_) if self.stop.is_asked() => return None,
                 Err(refusal) => refusal,
             };
             // A probe of the socket, such as by another pager, says nothing.
@@ -392,13 +420,13 @@ impl Entry {
     /// Lets the restore go. Returns the number of pages for which its VM still needs it, if there
     /// are some: then nothing has changed.
     pub(crate) fn release(&self, kill: bool) -> Result<(), Held> {
-        let state = locked(&self.state);
+        let mut state = locked(&self.state);
         match &*state {
-            State::Waiting { .. } => {
-                self.stop.ask();
+            State::Waiting { .. } | State::Leaving => {
+                *state = State::Leaving;
                 drop(state);
-                let _ = std::fs::remove_file(&self.restore.socket);
-                self.forget();
+                self.stop.ask();
+                self.wait_ended(Duration::from_secs(30));
             }
             State::Serving(vm) if kill => {
                 vm.vmm.signal(Signal::KILL).map_err(Held::Signal)?;
@@ -417,6 +445,7 @@ impl Entry {
                         .unregister(start, region.size)
                         .map_err(|why| Held::Kernel(why.to_string()))?;
                 }
+                vm.released.store(true, Ordering::Release);
                 self.stop.ask();
                 drop(state);
                 self.forget();
@@ -440,6 +469,7 @@ impl Entry {
         let state = locked(&self.state);
         let (phase, fault, vm) = match &*state {
             State::Waiting { fault } => (Phase::Waiting, fault.clone(), None),
+            State::Leaving => (Phase::Waiting, None, None),
             State::Serving(vm) => {
                 let loss = vm.loss();
                 let phase = if loss.is_some() {

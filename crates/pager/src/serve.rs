@@ -11,18 +11,21 @@ use crate::shared::Ring;
 use crate::source::SourceError;
 use crate::vm::Vm;
 use pageferry_addr::Hva;
-use pageferry_userfault::uffd::{Event, MESSAGE_BYTES, ReadError, decode_message};
+use pageferry_userfault::uffd::{Event, MESSAGE_BYTES, ReadError, Wake, decode_message};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The most zero pages that come with a touched one. They cost page tables and no memory.
 const ZEROS_AROUND: u64 = 64 << 10;
-/// The pause before a refused page is tried again.
-const PAUSE: Duration = Duration::from_millis(1);
+/// The pauses before a page is tried again: one that the host has refused, and one beside a removal
+/// whose thread has not run on. A message ends both. A busy host may let that thread wait for long.
+const REFUSED: Duration = Duration::from_millis(1);
+const CHANGING: Duration = Duration::from_micros(50);
 
 /// The reason why a VM is not served any more.
 #[derive(Debug, PartialEq, Eq)]
@@ -45,14 +48,33 @@ struct Fault {
 pub(crate) fn serve(vm: &Arc<Vm>, ring: &mut Ring) -> End {
     let end = run(vm, ring);
     vm.jobs.close();
+    if vm.released.load(Ordering::Acquire) {
+        drain(vm, ring);
+    }
     end
+}
+
+/// Reads the removals that began before the memory was released. Their threads sleep until then.
+fn drain(vm: &Vm, ring: &mut Ring) {
+    let Some(region) = vm.regions.iter().next() else {
+        return;
+    };
+    while read(vm, ring, &mut VecDeque::new()).is_ok() {
+        // No region is registered, so this places nothing. It is refused in another way while a
+        // removal waits.
+        match vm.uffd.zeropage(Hva(region.address), 4096, Wake::Now) {
+            Err(why) if why.is_changing() => std::thread::yield_now(),
+            _ => return,
+        }
+    }
 }
 
 fn run(vm: &Arc<Vm>, ring: &mut Ring) -> End {
     let mut faults = VecDeque::new();
     let mut buffer = Vec::new();
+    let mut limit = None;
     loop {
-        if let Err(end) = wait(vm, faults.is_empty()) {
+        if let Err(end) = wait(vm, limit) {
             return end;
         }
         if let Err(why) = read(vm, ring, &mut faults) {
@@ -60,34 +82,25 @@ fn run(vm: &Arc<Vm>, ring: &mut Ring) -> End {
         }
         // A refused fault goes behind the others, and the messages are read before it is tried
         // again: one of them may be the removal for which the kernel refused it.
-        let (mut changing, mut refused) = (false, false);
+        limit = None;
         for _ in 0..faults.len() {
             let Some(fault) = faults.pop_front() else {
                 break;
             };
-            match answer(vm, &fault, &mut buffer) {
-                Placed::All => {}
+            let pause = match answer(vm, &fault, &mut buffer) {
+                Placed::All => continue,
                 Placed::Gone => return End::Vmm,
-                Placed::Changing(_) => {
-                    changing = true;
-                    faults.push_back(fault);
-                }
-                Placed::Refused(_) => {
-                    refused = true;
-                    faults.push_back(fault);
-                }
-            }
-        }
-        match (refused, changing) {
-            (true, _) => std::thread::sleep(PAUSE),
-            (false, true) => std::thread::yield_now(),
-            _ => {}
+                Placed::Changing(_) => CHANGING,
+                Placed::Refused(_) => REFUSED,
+            };
+            limit = limit.max(Some(pause));
+            faults.push_back(fault);
         }
     }
 }
 
-/// Waits for messages, or only looks if `sleeps` is false.
-fn wait(vm: &Vm, sleeps: bool) -> Result<(), End> {
+/// Waits for messages, at most `limit`.
+fn wait(vm: &Vm, limit: Option<Duration>) -> Result<(), End> {
     let bell = vm.stop.bell();
     let ended = vm.vmm.end();
     let mut fds = [
@@ -95,7 +108,7 @@ fn wait(vm: &Vm, sleeps: bool) -> Result<(), End> {
         PollFd::new(&bell, PollFlags::IN),
         PollFd::new(&ended, PollFlags::IN),
     ];
-    let timeout = (!sleeps).then(Timespec::default);
+    let timeout = limit.and_then(|limit| Timespec::try_from(limit).ok());
     match poll(&mut fds, timeout.as_ref()) {
         Ok(_) | Err(Errno::INTR) => {}
         Err(errno) => return Err(End::Failed(format!("poll failed: {errno}"))),

@@ -79,6 +79,8 @@ pub(crate) struct Vm {
     touched: Mutex<Vec<u64>>,
     pub(crate) survival: Survival,
     pub(crate) stop: Arc<Stop>,
+    /// Whether its memory needs no pager any more. It is set before `stop` is asked.
+    pub(crate) released: AtomicBool,
     /// The lock of the directory is held as long as a thread may place a page.
     _directory: Arc<Directory>,
     began: Instant,
@@ -115,6 +117,7 @@ impl Vm {
             touched: Mutex::default(),
             survival,
             stop,
+            released: AtomicBool::new(false),
             _directory: directory,
             began: Instant::now(),
             last_fault: AtomicU64::new(0),

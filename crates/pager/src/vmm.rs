@@ -4,6 +4,7 @@
 use crate::regions::Region;
 use pageferry_addr::Hva;
 use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{
     Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open, pidfd_send_signal,
@@ -41,7 +42,7 @@ impl Vmm {
     /// The process of a record, if it lives.
     pub(crate) fn again(identity: Identity) -> Result<Self, Errno> {
         let vmm = Self::of_pid(identity.pid)?;
-        if vmm.identity == identity {
+        if vmm.identity == identity && !vmm.has_ended() {
             Ok(vmm)
         } else {
             Err(Errno::SRCH)
@@ -51,6 +52,12 @@ impl Vmm {
     /// Becomes readable when the process ends.
     pub(crate) fn end(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
+    }
+
+    /// Whether it has ended. Its number and its files in `/proc` stay until its parent waits for it.
+    pub(crate) fn has_ended(&self) -> bool {
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        matches!(poll(&mut fds, Some(&Timespec::default())), Ok(1..))
     }
 
     pub(crate) fn signal(&self, signal: Signal) -> Result<(), Errno> {

@@ -1,3 +1,23 @@
 //! The pager, tested from outside.
 
+mod balloon;
+mod hostile;
+mod kills;
+mod loss;
 mod model;
+mod process;
+mod record;
+mod restore;
+mod scene;
+
+/// A process of its own for each double.
+#[test]
+fn firecracker_double() {
+    pageferry_testkit::firecracker::entry();
+}
+
+/// A process of its own for each pager that is killed.
+#[test]
+fn pager_process() {
+    process::entry();
+}

@@ -194,6 +194,12 @@ impl Double {
     #[must_use]
     pub fn quit(mut self) -> ExitStatus {
         self.say("quit");
+        self.wait()
+    }
+
+    /// Waits until the double has ended, such as by a signal of the page server.
+    #[must_use]
+    pub fn wait(mut self) -> ExitStatus {
         crate::wait_for("the double to end", || {
             self.process.try_wait().expect("a child process")
         })

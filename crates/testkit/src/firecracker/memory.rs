@@ -1,7 +1,8 @@
 //! The double's guest memory: mappings, and all accesses to them.
 //!
 //! **Guarantee.** Regions lie at addresses that are multiples of 2 MiB, with holes between them.
-//! Their pages are counted through, without holes, as in the memory file.
+//! Each lies below the one before it, as the kernel gives addresses. Their pages are counted
+//! through, without holes, as in the memory file.
 //!
 //! **Mechanism.** One reserved range has room for all regions. Each region is mapped over a part of
 //! it. Words are atomics, so threads may race.
@@ -58,7 +59,8 @@ impl Memory {
     /// Maps regions of these sizes, in bytes, for the life of the process.
     pub(super) fn map(sizes: &[u64], kind: Kind) -> Result<Self, Errno> {
         let room = |size: &u64| size.next_multiple_of(ALIGN) + ALIGN;
-        let reserved = (sizes.iter().map(room).sum::<u64>() + ALIGN) as usize;
+        let used = sizes.iter().map(room).sum::<u64>();
+        let reserved = (used + ALIGN) as usize;
         // SAFETY: the kernel chooses an unused address.
         let start = unsafe {
             mmap_anonymous(
@@ -68,9 +70,10 @@ impl Memory {
                 MapFlags::PRIVATE | MapFlags::NORESERVE,
             )?
         };
-        let mut base = (start.expose_provenance() as u64).next_multiple_of(ALIGN);
+        let mut base = (start.expose_provenance() as u64).next_multiple_of(ALIGN) + used;
         let (mut regions, mut offset) = (Vec::new(), 0);
         for size in sizes {
+            base -= room(size);
             let region = Region {
                 base,
                 size: *size,
@@ -78,7 +81,6 @@ impl Memory {
             };
             map_region(region, &kind)?;
             regions.push(region);
-            base += room(size);
             offset += size;
         }
         Ok(Self { regions, kind })

@@ -224,7 +224,7 @@ impl Userfaultfd {
     /// `UFFDIO_COPY` with the bits of `mode`.
     pub(super) fn copy_with(&self, dst: Hva, bytes: &[u8], mode: u64) -> Result<(), RangeError> {
         let len = bytes.len() as u64;
-        advance(RangeOp::Copy, dst, len, |done| {
+        advance(RangeOp::Copy, dst, len, self.retries(), |done| {
             let rest = &bytes[done as usize..]; // at most `len`, which came from a usize
             sys::copy(self, dst.0 + done, rest, mode)
         })
@@ -244,7 +244,7 @@ impl Userfaultfd {
             RangeOp::Poison => sys::poison,
             other => unreachable!("{other} does not fill"),
         };
-        advance(op, start, len, |done| {
+        advance(op, start, len, self.retries(), |done| {
             let mut argument = UffdioFill {
                 range: UffdioRange {
                     start: start.0 + done,

@@ -125,7 +125,7 @@ impl Userfaultfd {
             len,
         };
         // This call has no count of bytes done.
-        advance(RangeOp::WriteProtect, start, len, |_| {
+        advance(RangeOp::WriteProtect, start, len, self.retries(), |_| {
             (
                 sys::write_protect(self, UffdioWriteprotect { range, mode }),
                 0,

@@ -77,7 +77,7 @@ impl Userfaultfd {
             SourceHoles::Refuse => 0,
             SourceHoles::Skip => abi::MOVE_MODE_ALLOW_SRC_HOLES,
         };
-        advance(RangeOp::Move, dst, len, |done| {
+        advance(RangeOp::Move, dst, len, self.retries(), |done| {
             let mut argument = UffdioCopy {
                 dst: dst.0 + done,
                 src: src.0 + done,

@@ -3,6 +3,8 @@
 //! **Guarantee.** A call goes on where it stopped. Without progress it is repeated a bounded number
 //! of times, and then fails with `EAGAIN`.
 
+use super::fd::Userfaultfd;
+use super::flags::Features;
 use super::range_error::{RangeError, RangeOp};
 use pageferry_addr::Hva;
 use rustix::io::Errno;
@@ -11,9 +13,24 @@ use rustix::io::Errno;
 /// the error.
 ///
 /// Without event features the cause is a page table that vanishes under the call (the kernel makes
-/// a huge page), and it passes at once. With event features it may last until an event is read,
-/// perhaps by this thread.
+/// a huge page), and it passes at once.
 const RETRIES: u32 = 32;
+
+impl Userfaultfd {
+    /// The repetitions that may help. With event features there is none: the errno may last until
+    /// an event is read, perhaps by this thread.
+    pub(super) fn retries(&self) -> u32 {
+        let events = Features::EVENT_FORK
+            | Features::EVENT_REMAP
+            | Features::EVENT_REMOVE
+            | Features::EVENT_UNMAP;
+        if self.features().bits() & events.bits() == 0 {
+            RETRIES
+        } else {
+            0
+        }
+    }
+}
 
 /// Repeats a call that may stop half-way (`EAGAIN` with a count of bytes done) from where it
 /// stopped.
@@ -21,6 +38,7 @@ pub(super) fn advance(
     op: RangeOp,
     start: Hva,
     len: u64,
+    retries: u32,
     mut call: impl FnMut(u64) -> (Result<(), Errno>, i64),
 ) -> Result<(), RangeError> {
     let (mut done, mut stuck) = (0, 0);
@@ -32,7 +50,7 @@ pub(super) fn advance(
                 let count = u64::try_from(count).unwrap_or(0);
                 done += count;
                 stuck = if count > 0 { 0 } else { stuck + 1 };
-                if stuck == 0 || stuck <= RETRIES {
+                if stuck == 0 || stuck <= retries {
                     if stuck > 0 {
                         std::thread::yield_now();
                     }
@@ -58,7 +76,7 @@ mod tests {
 
     fn run(answers: &[(Result<(), Errno>, i64)]) -> (Result<(), RangeError>, Vec<u64>) {
         let mut offsets = Vec::new();
-        let result = advance(RangeOp::Continue, Hva(0x1_0000), 0x8000, |done| {
+        let result = advance(RangeOp::Continue, Hva(0x1_0000), 0x8000, RETRIES, |done| {
             offsets.push(done);
             answers[(offsets.len() - 1).min(answers.len() - 1)]
         });

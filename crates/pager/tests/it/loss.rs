@@ -1,0 +1,90 @@
+//! The memory file is cut off or changed under a VM.
+
+use crate::scene::{Scene, config, data_pages, pages};
+use pageferry_pager::{OnLoss, Phase};
+use pageferry_testkit::firecracker::{Double, Fields, Task};
+use pageferry_testkit::wait_until;
+use rustix::process::Signal;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::ExitStatusExt;
+
+/// A VM that waits for its last page of data, which is lost.
+fn lose(name: &str, on_loss: OnLoss, damage: impl FnOnce(&File)) -> Option<(Scene, Double)> {
+    let scene = Scene::new(name, config(21));
+    let mut request = scene.request();
+    request.on_loss = on_loss;
+    let mut double = scene.serve(&request, Fields::Both)?;
+    let first = data_pages(&scene.config).next().expect("data");
+    double.perform(Task::Read(first));
+    let file = File::options().write(true).open(scene.memory());
+    damage(&file.expect("a file"));
+    let last = data_pages(&scene.config).last().expect("data");
+    double.begin(Task::Read(last));
+    Some((scene, double))
+}
+
+/// Checks that the VM waits, and still gets the pages that it has given back.
+fn assert_waits(scene: &Scene, double: &mut Double, fault: &str) {
+    wait_until("repeated reads", || scene.vm().source_errors >= 3);
+    let status = scene.status();
+    assert_eq!(status.phase, Phase::Lost);
+    let why = status.fault.expect("a fault");
+    assert!(why.contains(fault), "{why}");
+    let first = pages(&scene.config) / 2;
+    double.begin(Task::Remove { first, pages: 4 });
+    wait_until("the removal", || double.status().removals == 1);
+    double.begin(Task::Read(first));
+    wait_until("the removed page", || double.status().tasks == 1);
+    assert_eq!(double.status().wrong, 0);
+    assert_eq!(scene.vm().waiting, 1);
+}
+
+#[test]
+fn a_vm_waits_for_a_file_that_is_cut_off() {
+    let cut = |file: &File| file.set_len(8192).expect("cut off");
+    if let Some((scene, mut double)) = lose("cut", OnLoss::Wait, cut) {
+        assert_waits(&scene, &mut double, "cut off");
+    }
+}
+
+#[test]
+fn a_vm_waits_for_a_file_that_is_cut_off_and_grown_again() {
+    let regrow = |file: &File| {
+        let bytes = file.metadata().expect("a file").len();
+        file.set_len(8192).expect("cut off");
+        file.set_len(bytes).expect("grown");
+    };
+    if let Some((scene, mut double)) = lose("regrown", OnLoss::Wait, regrow) {
+        assert_waits(&scene, &mut double, "has changed");
+    }
+}
+
+#[test]
+fn a_vm_of_a_changed_file_is_killed() {
+    let change = |file: &File| file.write_all_at(b"changed", 0).expect("written");
+    let Some((scene, double)) = lose("killed", OnLoss::Kill, change) else {
+        return;
+    };
+    let signal = Signal::KILL.as_raw();
+    assert_eq!(double.wait().signal(), Some(signal));
+    scene.assert_ended();
+}
+
+#[test]
+fn a_vm_of_a_changed_file_is_paused() {
+    let change = |file: &File| file.write_all_at(b"changed", 0).expect("written");
+    let Some((scene, double)) = lose("paused", OnLoss::Pause, change) else {
+        return;
+    };
+    wait_until("the VMM to stop", || {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", double.pid()));
+        stat.expect("a process").contains(") T ")
+    });
+    let status = scene.status();
+    assert_eq!(status.phase, Phase::Lost);
+    scene
+        .pager
+        .end(&crate::scene::name("vm"), true)
+        .expect("killed");
+}

@@ -1,0 +1,64 @@
+//! Recordings of first touches, and restores that load them.
+
+use crate::scene::{Scene, config, data_pages, drop_from_cache, files, name, pages};
+use pageferry_pager::{Recording, RestoreError};
+use pageferry_testkit::firecracker::{Fields, PAGE_BYTES, Task};
+use pageferry_testkit::wait_until;
+
+#[test]
+fn recorded_pages_are_there_before_they_are_touched() {
+    let scene = Scene::new("record", config(31));
+    let path = scene.scratch.path("recording");
+    let mut request = scene.request();
+    request.record = Some(path.clone());
+    let Some(mut double) = scene.serve(&request, Fields::Both) else {
+        return;
+    };
+    // One page of each 128 KiB, the last one first: no page comes with another.
+    let block = |page: &u64| page / 32;
+    let touched: Vec<u64> = {
+        let data: Vec<_> = data_pages(&scene.config).collect();
+        let blocks = data.chunk_by(|a, b| block(a) == block(b));
+        blocks.map(|pages| pages[0]).rev().collect()
+    };
+    assert!(touched.len() as u64 > pages(&scene.config) / 40);
+    for page in &touched {
+        double.perform(Task::Read(*page));
+    }
+    assert!(double.quit().success());
+    scene.assert_ended();
+    let recording = Recording::load(&path).expect("a recording");
+    let recorded: Vec<_> = recording.offsets().map(|at| at / PAGE_BYTES).collect();
+    assert_eq!(recorded, touched);
+
+    drop_from_cache(&scene.memory());
+    request.record = None;
+    request.replay = Some(path.clone());
+    let Some(mut double) = scene.serve(&request, Fields::Both) else {
+        return;
+    };
+    let count = touched.len() as u64;
+    wait_until("the recorded pages", || scene.vm().replayed == count);
+    assert_eq!(scene.vm().resident, count);
+    for page in &touched {
+        double.perform(Task::Read(*page));
+    }
+    let vm = scene.vm();
+    let faults = [vm.zero_faults, vm.at_hand_faults, vm.read_faults];
+    assert_eq!(faults.map(|way| way.faults), [0; 3]);
+    assert_eq!(vm.resident, count);
+    crate::scene::verify(&mut double);
+    assert!(double.quit().success());
+    scene.assert_ended();
+
+    let mut bytes = std::fs::read(&path).expect("a file");
+    bytes[17] ^= 1;
+    std::fs::write(&path, bytes).expect("written");
+    let refused = scene.pager.restore(&name("vm"), request);
+    assert!(
+        matches!(refused, Err(RestoreError::Recording(_))),
+        "{refused:?}"
+    );
+    assert_eq!(files(&scene.scratch.state()), ["lock"]);
+    assert!(!scene.scratch.path("socket").exists());
+}

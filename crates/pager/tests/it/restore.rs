@@ -1,0 +1,204 @@
+//! A VM's memory is right, and the figures of its restore are.
+
+use crate::scene::{
+    MIB, Scene, config, data_pages, drop_from_cache, files, is_cold, name, pages, run, verify,
+};
+use pageferry_pager::{Background, EndError, Phase, RestoreError, VmStatus};
+use pageferry_testkit::firecracker::{Backend, Config, Fields, Task};
+use pageferry_testkit::{HugePages, skip, wait_until};
+use std::num::NonZeroU64;
+use std::os::unix::net::UnixStream;
+
+/// Checks the figures of a VM without a balloon, all of whose pages were touched.
+#[track_caller]
+fn assert_whole(vm: &VmStatus, expected: u64) {
+    assert_eq!((vm.pages, vm.resident, vm.missing), (expected, expected, 0));
+    assert_eq!((vm.given_back, vm.waiting, vm.source_errors), (0, 0, 0));
+    // Two faults on one page may each count, and place it once.
+    let faults = vm.zero_faults.faults + vm.at_hand_faults.faults + vm.read_faults.faults;
+    let came = faults + vm.neighbours + vm.replayed + vm.background;
+    assert!(came >= vm.resident, "{vm:?}");
+    for times in [vm.zero_faults, vm.at_hand_faults, vm.read_faults] {
+        // The histogram keeps two digits.
+        assert!(times.p50 <= times.p99 && times.p99 <= times.max + times.max / 50);
+        assert_eq!(times.faults == 0, times.max == 0, "{times:?}");
+    }
+}
+
+#[test]
+fn touching_threads_find_the_right_pages() {
+    for (seed, fields) in [
+        (1, Fields::Both),
+        (2, Fields::KibOnly),
+        (3, Fields::Unknown),
+    ] {
+        let config = Config {
+            vcpus: 6,
+            ..config(seed)
+        };
+        let scene = Scene::new(&format!("right-{seed}"), config);
+        let Some(mut double) = scene.serve(&scene.request(), fields) else {
+            return;
+        };
+        let vm = scene.vm();
+        assert_eq!((vm.pid as u32, vm.page_bytes), (double.pid(), 4096));
+        assert_eq!((vm.resident, vm.missing), (0, pages(&scene.config)));
+        assert!(!scene.scratch.path("socket").exists());
+        run(&mut double, 200);
+        let vm = scene.vm();
+        assert_eq!(vm.resident + vm.missing, vm.pages);
+        verify(&mut double);
+        let vm = scene.vm();
+        assert_whole(&vm, pages(&scene.config));
+        assert!(vm.zero_faults.faults > 0 && vm.zeros > 0, "{vm:?}");
+        assert!(vm.at_hand_faults.faults > 0, "{vm:?}");
+        assert!(double.quit().success());
+        scene.assert_ended();
+        assert_eq!(scene.vm().resident, vm.resident);
+    }
+}
+
+#[test]
+fn a_file_that_is_not_in_memory_is_read() {
+    let scene = Scene::new("cold", config(4));
+    drop_from_cache(&scene.memory());
+    let page = data_pages(&scene.config).next().expect("data");
+    if !is_cold(&scene.memory(), page) {
+        skip("disk", "the temporary directory is in memory");
+        return;
+    }
+    let Some(mut double) = scene.serve(&scene.request(), Fields::Both) else {
+        return;
+    };
+    // A look makes the kernel read ahead. So a fast disk may have a page by the second look.
+    for page in data_pages(&scene.config).step_by(16) {
+        drop_from_cache(&scene.memory());
+        double.perform(Task::Read(page));
+    }
+    assert!(scene.vm().read_faults.faults > 0, "{:?}", scene.vm());
+    run(&mut double, 100);
+    verify(&mut double);
+    assert_whole(&scene.vm(), pages(&scene.config));
+    assert!(double.quit().success());
+    scene.assert_ended();
+}
+
+#[test]
+fn huge_pages_are_right() {
+    let Some(_pages) = HugePages::at_least(4) else {
+        return;
+    };
+    let config = Config {
+        regions: vec![4 * MIB, 2 * MIB],
+        backend: Backend::UffdHuge,
+        balloon_us: Some(500),
+        ..config(5)
+    };
+    let scene = Scene::new("huge", config);
+    let Some(mut double) = scene.serve(&scene.request(), Fields::Both) else {
+        return;
+    };
+    assert_eq!((scene.vm().page_bytes, scene.vm().pages), (2 * MIB, 3));
+    run(&mut double, 200);
+    verify(&mut double);
+    assert!(double.quit().success());
+    scene.assert_ended();
+}
+
+#[test]
+fn a_vm_whose_memory_is_there_is_released() {
+    let rate = NonZeroU64::new(32 * MIB).expect("a rate");
+    for (seed, background) in [(6, Background::Idle), (7, Background::Rate(rate))] {
+        let scene = Scene::new(&format!("loaded-{seed}"), config(seed));
+        let mut request = scene.request();
+        request.background = background;
+        let Some(mut double) = scene.serve(&request, Fields::Both) else {
+            return;
+        };
+        wait_until("all memory", || scene.vm().missing == 0);
+        let vm = scene.vm();
+        assert_whole(&vm, pages(&scene.config));
+        assert_eq!(vm.background, vm.pages);
+        scene.pager.end(&name("vm"), false).expect("released");
+        assert!(scene.pager.status(&name("vm")).is_none());
+        assert_eq!(files(&scene.scratch.state()), ["lock"]);
+        let first = data_pages(&scene.config).next().expect("data");
+        double.perform(Task::Remove { first, pages: 1 });
+        double.perform(Task::Read(first));
+        run(&mut double, 100);
+        verify(&mut double);
+        assert!(double.quit().success());
+    }
+}
+
+#[test]
+fn a_balloon_at_work_survives_the_release() {
+    for round in 0..12 {
+        let config = Config {
+            regions: vec![MIB / 2],
+            vcpus: 1,
+            balloon_us: Some(0),
+            ..config(100 + round)
+        };
+        let scene = Scene::new(&format!("released-{round}"), config);
+        let mut request = scene.request();
+        request.background = Background::Rate(NonZeroU64::MAX);
+        let Some(mut double) = scene.serve(&request, Fields::Both) else {
+            return;
+        };
+        double.run();
+        wait_until("all memory", || scene.vm().missing == 0);
+        scene.pager.end(&name("vm"), false).expect("released");
+        let before = double.status();
+        wait_until("touches and removals", || {
+            let now = double.status();
+            now.removals > before.removals + 20 && now.touches[0] > before.touches[0] + 20
+        });
+        double.pause();
+        verify(&mut double);
+        assert!(double.quit().success());
+    }
+}
+
+#[test]
+fn a_vm_that_needs_its_pager_is_kept_or_killed() {
+    let scene = Scene::new("needed", config(8));
+    let Some(mut double) = scene.serve(&scene.request(), Fields::Both) else {
+        return;
+    };
+    let refused = scene.pager.end(&name("vm"), false);
+    let all = pages(&scene.config);
+    assert!(
+        matches!(&refused, Err(EndError::Needed { pages }) if *pages == all),
+        "{refused:?}"
+    );
+    let again = scene.pager.restore(&name("vm"), scene.request());
+    assert!(matches!(again, Err(RestoreError::Exists(_))), "{again:?}");
+    verify(&mut double);
+    scene.pager.end(&name("vm"), true).expect("killed");
+    assert!(!double.wait().success());
+    assert!(scene.pager.list().is_empty());
+    assert_eq!(files(&scene.scratch.state()), ["lock"]);
+    let absent = scene.pager.end(&name("vm"), true);
+    assert!(matches!(absent, Err(EndError::Absent(_))), "{absent:?}");
+}
+
+#[test]
+fn a_restore_that_ends_during_a_handshake_leaves_nothing() {
+    let scene = Scene::new("leaves", config(9));
+    let record = scene.scratch.state().join("vm.json");
+    for _ in 0..20 {
+        let request = scene.request();
+        scene.pager.restore(&name("vm"), request).expect("begun");
+        assert_eq!(scene.status().phase, Phase::Waiting);
+        let silent = UnixStream::connect(scene.scratch.path("socket")).expect("connected");
+        wait_until("the handshake to begin", || {
+            let text = std::fs::read_to_string(&record).expect("a record");
+            text.contains("\"pid\"")
+        });
+        scene.pager.end(&name("vm"), false).expect("ended");
+        assert_eq!(files(&scene.scratch.state()), ["lock"]);
+        assert!(!scene.scratch.path("socket").exists());
+        drop(silent);
+    }
+}
