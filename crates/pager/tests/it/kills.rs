@@ -6,10 +6,11 @@ use crate::scene::{
 };
 use pageferry_pager::{DirectoryError, Pager, Restore, Settings, StartError};
 use pageferry_testkit::firecracker::{Config, Contents, Double, Fields, Task, Wrong};
-use pageferry_testkit::{Random, Stop, skip, wait_until};
+use pageferry_testkit::{Random, Stop, seeds, skip, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
@@ -17,13 +18,9 @@ use std::path::PathBuf;
 use std::thread::sleep;
 use std::time::Duration;
 
-/// The number of kills of the long test.
-fn kills() -> u64 {
-    const VARIABLE: &str = "PAGEFERRY_PAGER_KILLS";
-    std::env::var(VARIABLE).map_or(50, |text| {
-        let kills = text.parse();
-        kills.unwrap_or_else(|_| panic!("{VARIABLE} is '{text}': expected a number"))
-    })
+/// The kills of the long test, by their numbers. The first one is the seed.
+fn kills() -> Range<u64> {
+    seeds("PAGEFERRY_PAGER_KILLS", 50)
 }
 
 /// VMs of 4 MiB, served by pagers in processes of their own.
@@ -152,9 +149,10 @@ fn every_page_is_right_while_pagers_are_killed() {
                 sleep(Duration::from_millis(5));
             }
         });
-        let mut random = Random::new(11);
+        let kills = kills();
+        let mut random = Random::new(11 + kills.start);
         let mut running: VecDeque<usize> = VecDeque::new();
-        for kill in 0..kills() {
+        for kill in kills {
             let moment = Duration::from_micros(random.below(30_000));
             let way = random.below(8);
             if way >= 3 {

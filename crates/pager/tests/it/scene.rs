@@ -1,6 +1,8 @@
 //! A pager, a memory file, and a double that it serves.
 
-use pageferry_pager::{Name, Pager, Phase, Restore, Settings, Status, VmStatus, open_source};
+use pageferry_pager::{
+    Format, Name, Pager, Phase, Restore, Settings, Status, VmStatus, open_source,
+};
 use pageferry_testkit::firecracker::{
     Backend, Config, Double, Fields, PAGE_BYTES, Task, page_contents, write_memory_file,
 };
@@ -101,7 +103,7 @@ pub(crate) fn drop_from_cache(path: &Path) {
 
 /// Whether a page of a file is not in the page cache.
 pub(crate) fn is_cold(path: &Path, page: u64) -> bool {
-    let source = open_source(path).expect("a source");
+    let source = open_source(path, Format::Raw).expect("a source");
     let there = source.read_now(page * PAGE_BYTES, &mut [0; 4096]);
     !there.expect("a page")
 }
