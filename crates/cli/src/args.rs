@@ -50,8 +50,8 @@ pub(crate) enum Command {
     /// wrong page.
     ///
     /// With --guest linux the guest is a Linux that checks memory and files beside a timer of 1 ms.
-    /// The result shows the gaps of that timer before, during and after the move. The exit code is 0
-    /// only if the guest and its kernel noticed nothing wrong, and its clock went on.
+    /// The result shows the gaps of that timer before, during and after the move. The exit code is
+    /// 0 only if the guest and its kernel noticed nothing wrong, and its clock went on.
     #[command(after_help = EXIT_CODES)]
     Demo(DemoArgs),
     /// Run a VM that can be migrated from here
@@ -71,8 +71,8 @@ pub(crate) enum Command {
     /// Ctrl-C. If the connections break after the VM started here, it runs on and waits for missing
     /// pages only, until the source has opened new ones. A VM never runs on with wrong pages.
     ///
-    /// A terminal that closes ends the command, unless a VM is on its way and runs here already. With
-    /// --detach, or without a terminal, the command goes on.
+    /// A terminal that closes ends the command, unless a VM is on its way and runs here already.
+    /// With --detach, or without a terminal, the command goes on.
     #[command(after_help = EXIT_CODES)]
     Receive(ReceiveArgs),
     /// Move a VM on this host to another process or host
@@ -143,8 +143,8 @@ pub(crate) enum Command {
     Quit(VmArgs),
     /// Serve the memory of VMs that start from a snapshot: Firecracker's page faults
     ///
-    /// A VM runs before its memory is read. The pager may be ended or killed at any moment: the next
-    /// one takes its VMs over.
+    /// A VM runs before its memory is read. The pager may be ended or killed at any moment: the
+    /// next one takes its VMs over.
     #[command(after_help = EXIT_CODES)]
     Pager(PagerArgs),
     /// Pack the memory of a VM's snapshot, check it, and give it back
@@ -638,10 +638,10 @@ pub(crate) struct PlaceArgs {
 /// Linux instead of the test program.
 #[derive(Debug, Args)]
 pub(crate) struct KernelArgs {
-    /// Run this kernel instead of the test program: an uncompressed riscv64 Image, built for RV64IMA
-    /// without C and F. It runs on the soft engine. Its console is that of the SBI extension DBCN
-    /// (hvc0; in an early boot `earlycon=sbi`). The legacy SBI console is not served: a kernel that
-    /// has no other boots in silence
+    /// Run this kernel instead of the test program: an uncompressed riscv64 Image, built for
+    /// RV64IMA without C and F. It runs on the soft engine. Its console is that of the SBI
+    /// extension DBCN (hvc0; in an early boot `earlycon=sbi`). The legacy SBI console is not
+    /// served: a kernel that has no other boots in silence
     #[arg(long, value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
     /// The kernel's initial RAM disk
@@ -699,8 +699,8 @@ pub(crate) struct ReceiveArgs {
     pub(crate) activated: bool,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
-    /// Go on in the background once it listens: print the address and the VM's name, and end with 0.
-    /// Messages go on only if standard error is a file
+    /// Go on in the background once it listens: print the address and the VM's name, and end with
+    /// 0. Messages go on only if standard error is a file
     #[arg(long, conflicts_with_all = ["activated", "json", "child_of"])]
     pub(crate) detach: bool,
     #[command(flatten)]

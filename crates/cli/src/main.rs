@@ -12,11 +12,10 @@
 //! [`demo`] is a source that starts its destination. [`report`] shows the record of a migration as
 //! a table, JSON or HTML. [`snapshot`] packs the memory of snapshots. [`probe`] tests the host.
 //!
-//! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`, `snapshot`. Nothing is
-//! above.
-//! The crate must not know wire formats, page tables or ioctls. Its only unsafe code handles signals
-//! ([`signals`], [`terminal`]) and takes the descriptor that a service manager hands over
-//! ([`activation`]).
+//! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`, `snapshot`.
+//! Nothing is above. The crate must not know wire formats, page tables or ioctls. Its only unsafe
+//! code handles signals ([`signals`], [`terminal`]) and takes the descriptor that a service manager
+//! hands over ([`activation`]).
 
 mod activation;
 mod args;

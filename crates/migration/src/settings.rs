@@ -11,9 +11,9 @@ pub enum Switch {
     /// is above [`Settings::max_blackout`].
     Auto,
     /// After this number of passes at most, and earlier when a pass leaves few dirty pages
-    /// ([`Switch::FEW_PAGES`]). With 0 the VM switches over as soon as it can, also in the middle of
-    /// a pass. One pass more follows if the destination still allocates memory, for longer than the
-    /// last pass took.
+    /// ([`Switch::FEW_PAGES`]). With 0 the VM switches over as soon as it can, also in the middle
+    /// of a pass. One pass more follows if the destination still allocates memory, for longer than
+    /// the last pass took.
     AfterPasses(u32),
     /// When the operator chooses another value.
     Manual,
@@ -24,8 +24,8 @@ impl Switch {
     pub const NOW: Self = Self::AfterPasses(0);
     /// The most passes. Each may cost as much as the first, and after a few there is no gain.
     pub const MAX_PASSES: u32 = 64;
-    /// A pass that leaves this number of dirty pages, or fewer, is the last one. To send so few takes
-    /// less time than the round trip of another pass.
+    /// A pass that leaves this number of dirty pages, or fewer, is the last one. To send so few
+    /// takes less time than the round trip of another pass.
     pub const FEW_PAGES: u64 = 64;
 }
 

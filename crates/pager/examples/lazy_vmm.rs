@@ -1,6 +1,6 @@
 #![expect(unsafe_code, reason = "maps guest memory and registers it")]
-//! A VMM of one's own that starts from a snapshot before its memory is read: it maps memory, makes a
-//! userfaultfd, and sends both to a pager, as Firecracker does. Here the pager is in the same
+//! A VMM of one's own that starts from a snapshot before its memory is read: it maps memory, makes
+//! a userfaultfd, and sends both to a pager, as Firecracker does. Here the pager is in the same
 //! process. Run it by `cargo run -p pageferry-pager --example lazy_vmm`.
 
 use pageferry_addr::Hva;

@@ -1,7 +1,7 @@
 //! Placing pages, and recording pages that the VM gives back.
 //!
-//! **Guarantee.** A page gets the snapshot's bytes only if the VM has not given it back. A page that
-//! was given back is zero until the VM writes it.
+//! **Guarantee.** A page gets the snapshot's bytes only if the VM has not given it back. A page
+//! that was given back is zero until the VM writes it.
 //!
 //! **Mechanism.** A removal has three steps in the kernel (`madvise`): a message waits, and placing
 //! is refused with `EAGAIN`; a `read(2)` takes the message, and placing is allowed again; the VMM's
@@ -41,7 +41,7 @@ pub(crate) struct Attempt {
     pub(crate) fresh: u64,
 }
 
-/// What becomes of a page.
+/// The fate of a page.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Skipped,

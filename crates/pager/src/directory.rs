@@ -86,7 +86,7 @@ pub enum DirectoryError {
     },
 }
 
-/// What must be known of a restore to serve it again.
+/// The facts that another pager needs to serve a restore again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     version: u32,

@@ -1,4 +1,4 @@
-//! What a served VM has cost so far: counts, and the times of its faults.
+//! The cost of a served VM so far: counts, and the times of its faults.
 
 use hdrhistogram::Histogram;
 use std::sync::atomic::{AtomicU64, Ordering};

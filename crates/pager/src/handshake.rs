@@ -86,7 +86,7 @@ pub enum HandshakeError {
         size: u64,
         /// Its place in the memory file.
         offset: u64,
-        /// What is wrong.
+        /// The fault.
         fault: &'static str,
     },
     /// The number of descriptors.
@@ -136,8 +136,8 @@ enum Text {
 }
 
 impl Handshake {
-    /// Receives a handshake for a memory file of `file_bytes` bytes. It waits at most 5 seconds, and
-    /// no longer than until `stop` is readable.
+    /// Receives a handshake for a memory file of `file_bytes` bytes. It waits at most 5 seconds,
+    /// and no longer than until `stop` is readable.
     ///
     /// # Errors
     /// [`HandshakeError`]. All descriptors that came are closed then.
@@ -268,7 +268,7 @@ fn check(mappings: &[Mapping], file_bytes: u64) -> Result<(Vec<Region>, u64), Ha
     Ok((regions, common))
 }
 
-/// What is wrong with a region behind `others`.
+/// The fault of a region behind `others`.
 fn fault_of(
     region: &Region,
     mapping: &Mapping,

@@ -1,8 +1,8 @@
 //! Reads that take time: a queue, and threads that come when it grows and go when it is empty.
 //!
 //! **Guarantee.** A fault never waits for the read of another page, as long as fewer than
-//! [`THREADS`] reads of its VM are under way. Faults on the same block of the source share one read.
-//! No fault is lost: each is in `waiting` until its page is placed.
+//! [`THREADS`] reads of its VM are under way. Faults on the same block of the source share one
+//! read. No fault is lost: each is in `waiting` until its page is placed.
 
 use crate::answer::Placed;
 use crate::figures::Way;

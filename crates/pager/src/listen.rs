@@ -38,7 +38,8 @@ pub enum ListenError {
     },
 }
 
-/// Makes a listening socket at `path`. It is close-on-exec and does not block. A socket file that nobody listens at is replaced.
+/// Makes a listening socket at `path`. It is close-on-exec and does not block. A socket file that
+/// nobody listens at is replaced.
 ///
 /// # Errors
 /// [`ListenError`]. No file is left then.

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 pub struct Restore {
     /// The memory file of the snapshot. It must not change while a VM uses it.
     pub memory: PathBuf,
-    /// What that file is. It is never guessed: the bytes of a memory file are the guest's.
+    /// The kind of that file. It is never guessed: the bytes of a memory file are the guest's.
     #[serde(default)]
     pub format: Format,
     /// The path of the Unix socket that the pager makes.
@@ -30,7 +30,7 @@ pub struct Restore {
     /// Whether pages come that nobody asked for.
     #[serde(default)]
     pub background: Background,
-    /// What happens to the VM while its memory cannot be read.
+    /// The VM's fate while its memory cannot be read.
     #[serde(default)]
     pub on_loss: OnLoss,
     /// Where the order of first touches is written, when the restore ends. Pages then come one by
@@ -59,7 +59,7 @@ impl Restore {
     }
 }
 
-/// What the memory file of a snapshot is.
+/// The kind of a snapshot's memory file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
@@ -107,7 +107,7 @@ pub enum Background {
     Rate(NonZeroU64),
 }
 
-/// What happens to a VM while a page that it waits for cannot be read.
+/// The fate of a VM that waits for a page that cannot be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnLoss {

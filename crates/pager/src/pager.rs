@@ -38,16 +38,16 @@ pub trait Keeper: Send + Sync {
 /// How a pager starts.
 #[derive(Default)]
 pub struct Settings {
-    /// What outlives the process lies here: best a directory of its own on tmpfs.
+    /// The directory for all that outlives the process, best on tmpfs.
     pub directory: PathBuf,
     /// Whether a pager that runs on the directory is ended first.
     pub take_over: bool,
     /// Whether `pidfd_getfd(2)` may kill this process, as a filter of system calls does. Then a VM
     /// is taken over only if its descriptor was kept.
     pub may_not_take: bool,
-    /// What keeps descriptors.
+    /// The keeper of descriptors.
     pub keeper: Option<Box<dyn Keeper>>,
-    /// What was kept for this process, by name.
+    /// The descriptors that were kept for this process, by name.
     pub kept: HashMap<String, OwnedFd>,
 }
 
@@ -343,8 +343,8 @@ impl Pager {
         Ok(())
     }
 
-    /// Waits until a restore's VMM has ended, but at most `limit`. Returns whether it has; a restore
-    /// that there is not has ended too.
+    /// Waits until a restore's VMM has ended, but at most `limit`. Returns whether it has; a
+    /// restore that there is not has ended too.
     #[must_use]
     pub fn wait_ended(&self, name: &Name, limit: Duration) -> bool {
         self.entry(name).is_none_or(|entry| entry.wait_ended(limit))

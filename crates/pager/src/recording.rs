@@ -3,10 +3,10 @@
 //! **Guarantee.** A recording that was damaged or is of another size is refused. It costs at most
 //! 4 bytes a page of the snapshot.
 //!
-//! **Mechanism.** The file is 8 bytes of magic, the number of pages (4 bytes), the pages in order (4
-//! bytes each: the place in the memory file, in units of 4 KiB), and an xxh3 checksum of all before
-//! it (8 bytes), all little-endian. Merging keeps the order of the first recording, and puts what
-//! others touched behind it.
+//! **Mechanism.** The file is 8 bytes of magic, the number of pages (4 bytes), the pages in order
+//! (4 bytes each: the place in the memory file, in units of 4 KiB), and an xxh3 checksum of all
+//! before it (8 bytes), all little-endian. Merging keeps the order of the first recording, and puts
+//! what others touched behind it.
 
 use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
@@ -44,7 +44,7 @@ pub enum RecordingError {
     Invalid {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         why: &'static str,
     },
 }
@@ -111,7 +111,7 @@ impl Recording {
     /// Reads the bytes of a file.
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// The fault.
     pub fn decode(bytes: &[u8]) -> Result<Self, &'static str> {
         let (text, sum) = bytes.split_last_chunk::<8>().ok_or("it is too short")?;
         let rest = text.strip_prefix(MAGIC).ok_or("it does not begin as one")?;

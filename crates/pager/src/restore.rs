@@ -30,7 +30,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What all restores of a pager share.
+/// The parts that all restores of a pager share.
 pub(crate) struct Common {
     pub(crate) directory: Arc<Directory>,
     pub(crate) keeper: Option<Box<dyn Keeper>>,
@@ -526,7 +526,7 @@ fn answer(connection: BorrowedFd<'_>, fault: &str) {
     let _ = rustix::net::send(connection, text.as_bytes(), flags);
 }
 
-/// What a restore needs before its VMM may connect.
+/// The parts that a restore needs before its VMM may connect.
 pub(crate) struct Prepared {
     socket: OwnedFd,
     pub(crate) source: Arc<dyn Source>,

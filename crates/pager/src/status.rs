@@ -1,4 +1,4 @@
-//! What a user sees of a restore. As JSON it is the answer of `GET /restores/{id}`.
+//! A restore as users see it. As JSON it is the answer of `GET /restores/{id}`.
 
 use crate::figures::Way;
 use crate::options::Restore;
@@ -22,7 +22,7 @@ pub enum Phase {
     Ended,
 }
 
-/// What the death of the pager would cost.
+/// The cost of the pager's death.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Survival {
@@ -72,7 +72,7 @@ pub struct Status {
 pub struct VmStatus {
     /// The process id of its VMM.
     pub pid: i32,
-    /// What the death of the pager would cost.
+    /// The cost of the pager's death.
     pub death_of_pager: Survival,
     /// The size of its pages in bytes.
     pub page_bytes: u64,

@@ -21,8 +21,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// The bytes that come with a touched page if they are at hand. 16 KiB save three faults in four of a
-/// VM that uses its memory in parts, and cost one that does not four times its memory.
+/// The bytes that come with a touched page if they are at hand. 16 KiB save three faults in four of
+/// a VM that uses its memory in parts, and cost one that does not four times its memory.
 const AROUND: u64 = 16 << 10;
 /// The pauses before a call is repeated: a removal is read at once, and memory comes back slowly.
 const CHANGE: Duration = Duration::from_micros(50);
@@ -222,8 +222,8 @@ impl Vm {
         }
     }
 
-    /// The pages that come with `page`: its neighbours, within `limit`. While touches are recorded it
-    /// comes alone, since a touch of a page that is there is not seen.
+    /// The pages that come with `page`: its neighbours, within `limit`. While touches are recorded
+    /// it comes alone, since a touch of a page that is there is not seen.
     pub(crate) fn around(&self, page: u64, limit: &Range<u64>) -> Range<u64> {
         let bytes = if self.restore.record.is_some() {
             0

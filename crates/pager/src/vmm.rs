@@ -54,7 +54,8 @@ impl Vmm {
         self.pidfd.as_fd()
     }
 
-    /// Whether it has ended. Its number and its files in `/proc` stay until its parent waits for it.
+    /// Whether it has ended. Its number and its files in `/proc` stay until its parent waits for
+    /// it.
     pub(crate) fn has_ended(&self) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         matches!(poll(&mut fds, Some(&Timespec::default())), Ok(1..))

@@ -82,7 +82,7 @@ pub(crate) fn sums_bytes(geometry: &Geometry) -> u64 {
     geometry.blocks() * (Column::ALL.len() * 8) as u64
 }
 
-/// What the index says of a chunk.
+/// A chunk's entry in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Row {
     pub(crate) kind: Kind,
@@ -106,8 +106,8 @@ impl Row {
         content: 0,
     };
 
-    /// Checks the row of a chunk of `len` bytes. `data_end` is the end of the chunks in a file, if the
-    /// snapshot has it.
+    /// Checks the row of a chunk of `len` bytes. `data_end` is the end of the chunks in a file, if
+    /// the snapshot has it.
     ///
     /// # Errors
     /// The fault of the row.

@@ -1,4 +1,4 @@
-//! What is behind the index: its checksums, the bases, the labels, and the list of states.
+//! The details behind the index: its checksums, the bases, the labels, and the list of states.
 //!
 //! **Guarantee.** Decoded details have the checksum that the header says. Names of files are names:
 //! none of them leaves its directory.
@@ -17,7 +17,7 @@ pub struct Base {
     pub name: OsString,
 }
 
-/// What identifies the VMM and the CPU that a snapshot needs. An empty text says nothing.
+/// The labels of the VMM and the CPU that a snapshot needs. An empty text says nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Labels {
     /// The VMM.

@@ -1,4 +1,4 @@
-//! What a snapshot consists of, in numbers.
+//! The parts of a snapshot, in numbers.
 
 use crate::codec::Kind;
 use crate::columns::Row;

@@ -193,8 +193,8 @@ impl Header {
     }
 
     /// # Errors
-    /// When these are not the first bytes of a snapshot of this version, are damaged, or have a field
-    /// out of bounds. The error names `file`.
+    /// When these are not the first bytes of a snapshot of this version, are damaged, or have a
+    /// field out of bounds. The error names `file`.
     pub(crate) fn decode(bytes: &[u8], file: &Path) -> Result<(Self, SnapshotId), OpenError> {
         let file = || file.to_owned();
         let seen = bytes.len().min(MAGIC.len());

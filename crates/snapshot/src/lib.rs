@@ -1,8 +1,8 @@
 //! The memory of a VM snapshot as checksummed chunks, which a reader fetches one by one.
 //!
-//! **Guarantee.** Bytes that a reader gets are those that were packed. Damage to a file, any flipped
-//! bit or lost end, is an error that names the chunk, its offset in memory, and the file. A failure
-//! leaves no partial file. Memory is never held whole: a few MiB of chunks, and the index.
+//! **Guarantee.** Bytes that a reader gets are those that were packed. Damage to a file, any
+//! flipped bit or lost end, is an error that names the chunk, its offset in memory, and the file. A
+//! failure leaves no partial file. Memory is never held whole: a few MiB of chunks, and the index.
 //!
 //! **Mechanism.** A file has a header, the chunks ([`Kind`]), state files, an index in columns, and
 //! details. Checksums form a tree: the id of a snapshot covers the details, these cover the index,

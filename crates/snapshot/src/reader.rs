@@ -31,7 +31,7 @@ pub struct Snapshot {
     blocks: Box<[OnceLock<Block>]>,
 }
 
-/// What the index says of a chunk.
+/// A chunk's entry in the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Chunk {
@@ -71,8 +71,8 @@ impl Snapshot {
         Self::from_source(Source::open(path)?, directories)
     }
 
-    /// As [`Snapshot::open_in`], for a file that is open. Errors name it `path`, and bases may be in
-    /// the directory of `path`.
+    /// As [`Snapshot::open_in`], for a file that is open. Errors name it `path`, and bases may be
+    /// in the directory of `path`.
     ///
     /// # Errors
     /// As [`Snapshot::open`].
@@ -147,7 +147,7 @@ impl Snapshot {
         &self.details.bases
     }
 
-    /// What identifies the VMM and the CPU.
+    /// The labels of the VMM and the CPU.
     #[must_use]
     pub fn labels(&self) -> &Labels {
         &self.details.labels
@@ -194,7 +194,7 @@ impl Snapshot {
         self.own().header.file_bytes()
     }
 
-    /// What the index says of chunk `index`.
+    /// The entry of chunk `index` in the index.
     ///
     /// # Errors
     /// When there is no such chunk, or its part of the index is damaged or cannot be read.
@@ -249,8 +249,8 @@ impl Snapshot {
     /// should keep chunks itself.
     ///
     /// # Errors
-    /// As [`Snapshot::read_chunk`], also when the range leaves memory. Then `out` may have the bytes
-    /// of earlier chunks, and is zero behind them.
+    /// As [`Snapshot::read_chunk`], also when the range leaves memory. Then `out` may have the
+    /// bytes of earlier chunks, and is zero behind them.
     pub fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<(), ChunkError> {
         let size = u64::from(self.chunk_bytes());
         let mut chunk = Vec::new();

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// What to write.
+/// The files to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// The whole memory, with all that is in bases. Pages of zeros become holes.

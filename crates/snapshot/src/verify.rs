@@ -4,7 +4,7 @@ use crate::Progress;
 use crate::header::Geometry;
 use crate::reader::Snapshot;
 
-/// What a verification found.
+/// The findings of a verification.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Verified {

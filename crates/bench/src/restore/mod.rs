@@ -4,8 +4,8 @@
 //! in turns. A process of its own is the VMM; no guest runs in it.
 //!
 //! **Mechanism.** Eight threads touch a working set of runs of 1 to 16 pages at random places, and
-//! write every fourth page. The time begins with the handshake. *Plain* is a handler of ours with one
-//! thread that reads and copies page by page: it stands for published examples. *Mapping* is a
+//! write every fourth page. The time begins with the handshake. *Plain* is a handler of ours with
+//! one thread that reads and copies page by page: it stands for published examples. *Mapping* is a
 //! private mapping of the memory file, as in Firecracker's backend `File`. *Warm* means that the
 //! file is in the page cache, *cold* that it was dropped from there.
 

@@ -1,6 +1,6 @@
 #![expect(unsafe_code, reason = "maps guest memory, registers it and touches it")]
-//! The VMM of `bench restore`, in a process of its own: it has memory that comes from a snapshot, and
-//! threads that touch the working set. It has no guest.
+//! The VMM of `bench restore`, in a process of its own: it has memory that comes from a snapshot,
+//! and threads that touch the working set. It has no guest.
 
 use crate::BenchError;
 use pageferry_addr::{Hva, PAGE_SIZE};
@@ -42,7 +42,7 @@ pub struct Restored {
     pub working_set: u64,
 }
 
-/// What a VM's working set has cost.
+/// The cost of a VM's working set.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Touched {
     /// Until all of it was touched.
@@ -118,7 +118,8 @@ impl Restored {
                 let no_uffd = |why: &dyn std::fmt::Display| BenchError::Setting(why.to_string());
                 let uffd = Userfaultfd::open(Features::EVENT_REMOVE).map_err(|e| no_uffd(&e))?;
                 let start = Hva(base as u64);
-                // SAFETY: another process resolves the faults, and no reference to the range exists.
+                // SAFETY: another process resolves the faults, and no reference to the range
+                // exists.
                 unsafe { uffd.register(start, self.bytes, RegisterMode::MISSING) }
                     .map_err(|e| no_uffd(&e))?;
                 Ok((base, Some(uffd)))

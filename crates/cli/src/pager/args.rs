@@ -19,9 +19,9 @@ pub(crate) struct PagerArgs {
 pub(crate) enum PagerCommand {
     /// Serve the memory of one VM of Firecracker that starts from a snapshot
     ///
-    /// Makes the socket and waits for Firecracker's `PUT /snapshot/load` with the backend `Uffd` and
-    /// this socket. The command ends when the VM ends. If it is ended before, the VM waits: the same
-    /// command takes it up again.
+    /// Makes the socket and waits for Firecracker's `PUT /snapshot/load` with the backend `Uffd`
+    /// and this socket. The command ends when the VM ends. If it is ended before, the VM waits: the
+    /// same command takes it up again.
     Run(RunArgs),
     /// Serve the memory of many VMs, as requests over a socket say
     ///
@@ -63,7 +63,7 @@ pub(crate) struct SnapshotArgs {
     /// Load all memory too: off, idle (while no fault waits), or at most this size a second
     #[arg(long, value_name = "off|idle|SIZE", default_value = "off", value_parser = background)]
     pub(crate) background: Background,
-    /// What to do with the VM while its memory cannot be read
+    /// The VM's fate while its memory cannot be read
     #[arg(long, value_enum, default_value_t = OnLossArg::Wait)]
     pub(crate) on_loss: OnLossArg,
     /// Write the order of first touches to this file when the VM or the pager ends
@@ -103,7 +103,7 @@ impl SnapshotArgs {
     }
 }
 
-/// What happens to a VM while a page that it waits for cannot be read.
+/// The fate of a VM that waits for a page that cannot be read.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum OnLossArg {
     /// It waits for the page, and the pager reads again

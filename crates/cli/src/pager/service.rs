@@ -5,8 +5,8 @@
 
 //! The service manager of a pager: descriptors that it keeps, readiness, and the watchdog.
 //!
-//! **Guarantee.** Nothing is claimed that the manager has not said: without `$FDSTORE` (systemd 254)
-//! descriptors count as not kept. Without a manager all of this does nothing.
+//! **Guarantee.** Nothing is claimed that the manager has not said: without `$FDSTORE` (systemd
+//! 254) descriptors count as not kept. Without a manager all of this does nothing.
 
 use crate::exit::Failure;
 use crate::probe::calls;
@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
-/// What begins the names of descriptors of this program.
+/// The beginning of the names of this program's descriptors.
 const PREFIX: &str = "uffd-";
 
 /// The store of descriptors of the service manager.

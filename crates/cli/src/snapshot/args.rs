@@ -76,15 +76,15 @@ pub(crate) struct DiffArgs {
 /// How to pack.
 #[derive(Debug, Args)]
 pub(crate) struct HowArgs {
-    /// Compression of chunks: none, lz4, zstd or zstd:LEVEL (1 to 19). zstd is smaller, and slower to
-    /// read
+    /// Compression of chunks: none, lz4, zstd or zstd:LEVEL (1 to 19). zstd is smaller, and slower
+    /// to read
     #[arg(long, default_value = "lz4", value_name = "none|lz4|zstd[:LEVEL]", value_parser = compression)]
     pub(crate) compression: Compression,
     /// Size of chunks: a power of two from 4K to 1M [default: as the base, or 64K]
     #[arg(long, value_name = "SIZE", value_parser = chunk)]
     pub(crate) chunk: Option<u32>,
-    /// Pack this file too, as opaque bytes: a VMM's state of at most 16 MiB. NAME is the name of the
-    /// file unless told otherwise. May be given several times
+    /// Pack this file too, as opaque bytes: a VMM's state of at most 16 MiB. NAME is the name of
+    /// the file unless told otherwise. May be given several times
     #[arg(long = "state", value_name = "[NAME=]FILE", value_parser = state)]
     pub(crate) states: Vec<(String, PathBuf)>,
     /// Record the VMM that made the snapshot, such as firecracker
@@ -141,8 +141,8 @@ pub(crate) struct UnpackArgs {
     /// Write the pages of the diff only, as data of a sparse file
     #[arg(long, requires = "memory")]
     pub(crate) diff: bool,
-    /// Write the state files into this directory, by their names, with mode 0600. None of them may be
-    /// there yet
+    /// Write the state files into this directory, by their names, with mode 0600. None of them may
+    /// be there yet
     #[arg(long, value_name = "DIR")]
     pub(crate) states: Option<PathBuf>,
     /// Refuse a snapshot of another VMM

@@ -1,7 +1,7 @@
 //! `pageferry snapshot`: packs the memory of snapshots, and gives it back.
 //!
-//! **Guarantee.** A file that is written appears whole or not at all, also after Ctrl-C, and never in
-//! the place of another. Damage ends a command with [`Exit::Protocol`], and names the chunk.
+//! **Guarantee.** A file that is written appears whole or not at all, also after Ctrl-C, and never
+//! in the place of another. Damage ends a command with [`Exit::Protocol`], and names the chunk.
 
 mod args;
 mod failure;
@@ -41,8 +41,8 @@ fn open(path: &Path, directories: &[&Path]) -> Result<Snapshot, Failure> {
     Snapshot::open_in(path, directories).map_err(|error| of_open(&error))
 }
 
-/// Does `work` while its progress is shown, and measures its time. `work` gets a callback that stops
-/// it after an interrupt.
+/// Does `work` while its progress is shown, and measures its time. `work` gets a callback that
+/// stops it after an interrupt.
 fn with_progress<T>(
     step: &str,
     interrupts: &Interrupts,

@@ -22,7 +22,7 @@ impl Table {
     }
 }
 
-/// What a snapshot is and has, for people.
+/// A snapshot and its parts, for people.
 pub(super) fn contents(snapshot: &Snapshot, figures: &Figures) -> Table {
     let mut table = Table::default();
     let chunk = human(snapshot.chunk_bytes().into());
@@ -46,7 +46,7 @@ pub(super) fn contents(snapshot: &Snapshot, figures: &Figures) -> Table {
     table
 }
 
-/// What a snapshot is and has, for programs.
+/// A snapshot and its parts, for programs.
 pub(super) fn contents_json(snapshot: &Snapshot, figures: &Figures) -> Value {
     json!({
         "id": snapshot.id().to_string(),

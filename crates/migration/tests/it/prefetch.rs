@@ -122,8 +122,8 @@ fn most_pages_of_a_sequence_come_before_their_touch() {
         }),
     ];
     for (name, order) in orders {
-        // A busy host may keep the push, or the touching thread, from its core for a while: one good
-        // move is enough.
+        // A busy host may keep the push, or the touching thread, from its core for a while: one
+        // good move is enough.
         let came_first = (0..8).any(|_| {
             let (first, sent) = move_touched(order, true);
             eprintln!(

@@ -15,8 +15,8 @@ struct Again {
     opened: OnceLock<Arc<dyn Source>>,
 }
 
-/// Opens the source of a restore, now or when it is read. It must be the one with this identity, and
-/// have at least `bytes` bytes.
+/// Opens the source of a restore, now or when it is read. It must be the one with this identity,
+/// and have at least `bytes` bytes.
 pub(crate) fn again(restore: &Restore, identity: String, bytes: u64) -> Arc<dyn Source> {
     let again = Again {
         restore: restore.clone(),

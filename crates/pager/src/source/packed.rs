@@ -25,7 +25,8 @@ impl PackedSource {
     /// Opens a packed snapshot, and its bases in the same directory.
     ///
     /// # Errors
-    /// [`SourceError::Damaged`], also for a file that is no snapshot, and for a base that is missing.
+    /// [`SourceError::Damaged`], also for a file that is no snapshot, and for a base that is
+    /// missing.
     pub fn open(path: &Path) -> Result<Self, SourceError> {
         let snapshot = Snapshot::open(path).map_err(|why| SourceError::Damaged {
             what: path.display().to_string(),

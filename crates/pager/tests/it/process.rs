@@ -14,7 +14,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 /// The variable that has the order of a pager's process.
 const ORDER: &str = "PAGEFERRY_PAGER_PROCESS";
 
-/// What a process is to do.
+/// The task of a process.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Order {
     pub(crate) directory: PathBuf,

@@ -7,7 +7,7 @@ use pageferry_snapshot::{
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
-/// What the header says.
+/// The fields of the header.
 #[derive(Clone)]
 struct Header {
     version: u16,

@@ -1,4 +1,4 @@
-//! What the tests share: a directory, memory of all kinds, and the calls with their usual options.
+//! Shared by the tests: a directory, memory of all kinds, and the calls with their usual options.
 
 use pageferry_snapshot::{
     Compression, Figures, Input, Options, PackError, Snapshot, What, open_input, pack, unpack,

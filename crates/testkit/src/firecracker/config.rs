@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// What a double is to be. It travels to the double's process as lines of text.
+/// The properties of a double. It travels to the double's process as lines of text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// The seed of the memory file's contents, and of what the threads touch.

@@ -34,7 +34,7 @@ pub enum Task {
     },
 }
 
-/// What a double has done so far.
+/// The work of a double so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
     /// The number of vCPUs and balloons that are within an access or a removal.
@@ -165,7 +165,7 @@ impl Double {
         self.finish();
     }
 
-    /// What it has done so far.
+    /// Its work so far.
     pub fn status(&mut self) -> Status {
         let answer = self.ask("status");
         let words: Vec<&str> = answer.split(' ').collect();

@@ -1,4 +1,4 @@
-//! What a guest does with its memory, and the exact knowledge of what each page must contain.
+//! The accesses of a guest to its memory, and the exact knowledge of what each page must contain.
 //!
 //! **Guarantee.** At any time, each page has one state that says its contents. A page that another
 //! thread changes is not checked. Every other page is checked whole, and a wrong one is reported.

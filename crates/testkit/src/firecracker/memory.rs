@@ -36,7 +36,7 @@ pub struct Region {
     pub offset: u64,
 }
 
-/// What the regions are mappings of.
+/// The memory behind the regions.
 #[derive(Debug)]
 pub(super) enum Kind {
     /// Private anonymous memory, in pages of 4 KiB or of 2 MiB of a pool.

@@ -1,4 +1,4 @@
-//! What a move does.
+//! The effects of a move.
 
 use super::moves::Move;
 use super::world::{
