@@ -117,5 +117,6 @@ pub enum OnLoss {
     /// SIGKILL: an orchestrator starts another VM.
     Kill,
     /// SIGSTOP: it stands still as a whole, until an operator sends SIGCONT.
+    #[serde(alias = "pause-by-signal")]
     Pause,
 }

@@ -185,7 +185,11 @@ impl Pager {
             .directory
             .records()
             .map_err(StartError::Records)?;
-        for (name, record) in records {
+        // VMs that run come first: what a waiting restore needs may be slow to open.
+        let (running, waiting): (Vec<_>, Vec<_>) = records
+            .into_iter()
+            .partition(|(_, record)| record.as_ref().is_ok_and(|record| record.memory.is_some()));
+        for (name, record) in running.into_iter().chain(waiting) {
             match record {
                 Ok(record) => {
                     let kept = settings.kept.remove(name.as_str());
@@ -241,18 +245,24 @@ impl Pager {
     /// # Errors
     /// [`RestoreError`]. Nothing is left of the restore then.
     pub fn restore(&self, name: &Name, restore: Restore) -> Result<(), RestoreError> {
-        let mut restores = locked(&self.restores);
-        if restores
-            .get(name)
-            .is_some_and(|served| !served.entry.has_ended())
-        {
-            return Err(RestoreError::Exists(name.clone()));
-        }
-        forget_ended(&mut restores);
-        if restores.len() >= MAX_RESTORES {
-            return Err(RestoreError::Full);
-        }
+        let is_free = |restores: &BTreeMap<Name, Served>| match restores.get(name) {
+            Some(served) if !served.entry.has_ended() => Err(RestoreError::Exists(name.clone())),
+            _ => Ok(()),
+        };
+        is_free(&locked(&self.restores))?;
+        // A file system that hangs must hold up this request alone.
         let prepared = Prepared::new(&restore)?;
+        let mut restores = locked(&self.restores);
+        forget_ended(&mut restores);
+        let room = match restores.len() < MAX_RESTORES {
+            true => is_free(&restores),
+            false => Err(RestoreError::Full),
+        };
+        if let Err(why) = room {
+            // Nobody else can have made a socket there meanwhile.
+            let _ = std::fs::remove_file(&restore.socket);
+            return Err(why);
+        }
         let begun = self.begin(&mut restores, name, &restore, prepared);
         if begun.is_err() {
             let _ = std::fs::remove_file(&restore.socket);

@@ -215,6 +215,9 @@ fn answer(vm: &Arc<Vm>, fault: &Fault, buffer: &mut Vec<u8>) -> Placed {
         return Placed::Changing(page);
     }
     vm.touched(page);
+    if way == Way::AtHand {
+        vm.source_works();
+    }
     vm.figures.answered(way, fault.arrived.elapsed());
     Placed::All
 }

@@ -124,17 +124,17 @@ impl Vm {
         }
     }
 
-    /// Remembers a touch of a page that was not there.
+    /// Remembers a touch of a page that was not there. One that was given back is no part of the
+    /// snapshot.
     pub(crate) fn touched(&self, page: u64) {
         let now = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
         self.last_fault.store(now, Ordering::Relaxed);
-        if self.restore.record.is_some() {
+        if self.restore.record.is_some() && !self.shared.removed().test(page) {
             locked(&self.touched).push(page);
         }
     }
 
-    /// The pages in the order of their first touches. A page that was given back and touched again
-    /// is there twice.
+    /// The pages in the order of their first touches.
     pub(crate) fn touches(&self) -> Vec<u64> {
         locked(&self.touched).clone()
     }

@@ -111,6 +111,7 @@ pub(crate) enum OnLossArg {
     /// Its VMM gets SIGKILL
     Kill,
     /// Its VMM gets SIGSTOP
+    #[value(alias = "pause-by-signal")]
     Pause,
 }
 

@@ -1,7 +1,8 @@
 //! The source of a restore that was taken over: it may be away for now.
 //!
-//! **Guarantee.** It has the identity that it had when the restore began. Until it can be opened it
-//! is a source whose reads fail, so the VM's policy for lost sources decides.
+//! **Guarantee.** It has the identity that it had when the restore began. The first read opens it, so
+//! a source that hangs holds up no other VM. While it cannot be opened its reads fail, and the VM's
+//! policy for lost sources decides.
 
 use super::{Source, SourceError, open};
 use crate::options::Restore;
@@ -15,19 +16,15 @@ struct Again {
     opened: OnceLock<Arc<dyn Source>>,
 }
 
-/// Opens the source of a restore, now or when it is read. It must be the one with this identity,
+/// The source of a restore, which is opened when it is read. It must be the one with this identity,
 /// and have at least `bytes` bytes.
 pub(crate) fn again(restore: &Restore, identity: String, bytes: u64) -> Arc<dyn Source> {
-    let again = Again {
+    Arc::new(Again {
         restore: restore.clone(),
         identity,
         bytes,
         opened: OnceLock::new(),
-    };
-    match again.opened() {
-        Ok(source) => source.clone(),
-        Err(_) => Arc::new(again),
-    }
+    })
 }
 
 impl Again {
