@@ -174,14 +174,17 @@ fn record(vm: &Vm, messages: &mut [[u8; MESSAGE_BYTES]], mut fault: impl FnMut(u
 /// Answers a fault, or gives it to the threads that wait for the source.
 fn answer(vm: &Arc<Vm>, fault: &Fault, buffer: &mut Vec<u8>) -> Placed {
     let page = fault.page;
-    if vm.shared.placed().test(page) {
+    // A removed page may be missing although it was placed: the kernel drops pages some time after
+    // their removal was read, also those that were placed meanwhile.
+    let is_removed = vm.shared.removed().test(page);
+    if !is_removed && vm.shared.placed().test(page) {
         // It came between the fault and now. The thread may have gone to sleep after the wake-up.
         vm.wake(page);
         return Placed::All;
     }
     let page_bytes = vm.regions.page_bytes();
     let (_, offset) = vm.regions.place_of(page);
-    let (way, how) = if vm.shared.removed().test(page) {
+    let (way, how) = if is_removed {
         (Way::Zero, vm.place_removed(page))
     } else if vm.source.is_zero(offset, page_bytes) {
         (Way::Zero, zeros(vm, page))
