@@ -268,6 +268,9 @@ impl Entry {
             let connection = self.next_connection(socket.as_fd())?;
             let refusal = match self.shake(connection.as_fd(), &mut record, source) {
                 Ok((vm, ring)) => {
+                    // The restore is for one VM: another connect is refused from now on.
+                    drop(socket);
+                    let _ = std::fs::remove_file(&self.restore.socket);
                     let mut state = locked(&self.state);
                     if matches!(*state, State::Leaving) {
                         return None;
@@ -275,9 +278,6 @@ impl Entry {
                     *state = State::Serving(vm.clone());
                     drop(state);
                     self.changed.notify_all();
-                    // The restore is for one VM: another connect is refused from now on.
-                    drop(socket);
-                    let _ = std::fs::remove_file(&self.restore.socket);
                     return Some((vm, ring, connection));
                 }
                 Err(_) if self.stop.is_asked() => return None,

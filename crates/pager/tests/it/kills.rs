@@ -251,6 +251,13 @@ fn a_stopped_pager_is_fenced_and_its_vm_goes_on() {
     assert_eq!(pid as u32, pager.pid());
     let stopped = Pid::from_raw(pid).expect("a process");
     kill_process(stopped, Signal::STOP).expect("a signal");
+    wait_until("all its threads to stop", || {
+        let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("a process");
+        tasks.flatten().all(|task| {
+            let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+            stat.contains(") T ")
+        })
+    });
     vms.doubles[0].begin(Task::VerifyAll);
     let mut successor = PagerProcess::ready(&vms.order);
     let signal = Signal::KILL.as_raw();

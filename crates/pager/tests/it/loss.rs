@@ -20,7 +20,11 @@ fn lose(name: &str, on_loss: OnLoss, damage: impl FnOnce(&File)) -> Option<(Scen
     let file = File::options().write(true).open(scene.memory());
     damage(&file.expect("a file"));
     let last = data_pages(&scene.config).last().expect("data");
-    double.begin(Task::Read(last));
+    if on_loss == OnLoss::Wait {
+        double.begin(Task::Read(last));
+    } else {
+        double.begin_last(Task::Read(last));
+    }
     Some((scene, double))
 }
 

@@ -34,6 +34,17 @@ pub enum Task {
     },
 }
 
+impl Task {
+    fn command(self) -> String {
+        match self {
+            Self::VerifyAll => "task verify".to_owned(),
+            Self::Read(page) => format!("task read {page}"),
+            Self::Write(page) => format!("task write {page}"),
+            Self::Remove { first, pages } => format!("task remove {first} {pages}"),
+        }
+    }
+}
+
 /// The work of a double so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
@@ -146,12 +157,13 @@ impl Double {
 
     /// Begins a task.
     pub fn begin(&mut self, task: Task) {
-        self.order(&match task {
-            Task::VerifyAll => "task verify".to_owned(),
-            Task::Read(page) => format!("task read {page}"),
-            Task::Write(page) => format!("task write {page}"),
-            Task::Remove { first, pages } => format!("task remove {first} {pages}"),
-        });
+        self.order(&task.command());
+    }
+
+    /// Begins a task by which the double may end or stop before it answers. Afterwards only
+    /// [`Double::pid`] and [`Double::wait`] have a meaning.
+    pub fn begin_last(&mut self, task: Task) {
+        self.say(&task.command());
     }
 
     /// Waits until all tasks have ended.
