@@ -97,6 +97,9 @@ pub(crate) struct Record {
     pub(crate) vmm: Option<Identity>,
     /// Its memory, from its handshake on.
     pub(crate) memory: Option<Memory>,
+    /// Whether its VM needs no pager any more.
+    #[serde(default)]
+    pub(crate) released: bool,
 }
 
 /// The memory of a VM.
@@ -114,6 +117,7 @@ impl Record {
             source,
             vmm: None,
             memory: None,
+            released: false,
         }
     }
 }
@@ -244,7 +248,8 @@ impl Directory {
         Ok(found)
     }
 
-    fn read(&self, name: &Name) -> Result<Record, String> {
+    /// The record of a restore. The error is one sentence.
+    pub(crate) fn read(&self, name: &Name) -> Result<Record, String> {
         let path = self.record_path(name);
         let cannot = |why: &dyn std::fmt::Display| format!("{}: {why}", path.display());
         let mut text = String::new();

@@ -19,6 +19,7 @@ use crate::source::{self, Source};
 use crate::status::{Phase, Status, Survival, VmStatus};
 use crate::vm::{Stop, Vm, locked};
 use crate::vmm::{self, Vmm};
+use pageferry_addr::Hva;
 use pageferry_userfault::uffd::Userfaultfd;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -138,6 +139,12 @@ impl Entry {
                 common.take(&vmm, &memory.regions)
             }
         };
+        if record.released
+            && let Ok(uffd) = &uffd
+            && unregister(uffd, &memory.regions).is_ok()
+        {
+            return Ok(None);
+        }
         let regions = Regions::new(&memory.regions, memory.page_bytes);
         let state = common
             .directory
@@ -438,13 +445,18 @@ impl Entry {
                 if missing > 0 {
                     return Err(Held::Missing(missing));
                 }
-                // Pages that were given back and are touched now become zeros by the kernel.
-                for region in vm.regions.iter() {
-                    let start = pageferry_addr::Hva(region.address);
-                    vm.uffd
-                        .unregister(start, region.size)
-                        .map_err(|why| Held::Kernel(why.to_string()))?;
-                }
+                // A pager that dies half-way must not be followed by one that registers again: pages
+                // that are dropped without a message would be missing for ever.
+                let directory = &self.common.directory;
+                directory
+                    .read(&self.name)
+                    .and_then(|mut record| {
+                        record.released = true;
+                        let written = directory.write(&self.name, &record);
+                        written.map_err(|why| why.to_string())
+                    })
+                    .and_then(|()| unregister(&vm.uffd, vm.regions.iter()))
+                    .map_err(Held::Kernel)?;
                 vm.released.store(true, Ordering::Release);
                 self.stop.ask();
                 drop(state);
@@ -490,6 +502,19 @@ impl Entry {
             vm,
         }
     }
+}
+
+/// Lets memory go. Pages that were given back and are touched now become zeros by the kernel.
+fn unregister<'a>(
+    uffd: &Userfaultfd,
+    regions: impl IntoIterator<Item = &'a Region>,
+) -> Result<(), String> {
+    for region in regions {
+        let start = Hva(region.address);
+        let ended = uffd.unregister(start, region.size);
+        ended.map_err(|why| why.to_string())?;
+    }
+    Ok(())
 }
 
 /// The reason why a restore cannot be let go.

@@ -234,6 +234,35 @@ fn a_removal_that_is_lost_is_found() {
     }
 }
 
+/// The kernel drops pages some time after their removal was read. A page that is placed meanwhile is
+/// dropped too, and its mark stays.
+#[test]
+fn a_removed_page_that_is_marked_as_placed_comes_again() {
+    let Some((mut vms, mut pager)) = Vms::start("marked", 1, None) else {
+        return;
+    };
+    let page = data_pages(&vms.configs[0]).next().expect("data");
+    let double = &mut vms.doubles[0];
+    double.perform(Task::Remove {
+        first: page,
+        pages: 1,
+    });
+    pager.kill();
+    let state = vms.order.directory.join("vm-0.state");
+    let len = std::fs::metadata(&state).expect("a state").len();
+    // The second half behind the ring is `placed`.
+    let bytes = (len - 8192) / 2;
+    let file = std::fs::File::options().write(true).open(&state);
+    let marks = vec![0xff; bytes as usize];
+    file.expect("a state")
+        .write_all_at(&marks, len - bytes)
+        .expect("written");
+    let mut pager = PagerProcess::ready(&vms.order);
+    assert!(are_served(&mut pager));
+    double.perform(Task::Read(page));
+    assert_eq!(double.status().first_wrong, []);
+}
+
 #[test]
 fn a_stopped_pager_is_fenced_and_its_vm_goes_on() {
     let Some((mut vms, mut pager)) = Vms::start("fence", 1, None) else {

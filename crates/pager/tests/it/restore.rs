@@ -18,8 +18,11 @@ fn assert_whole(scene: &Scene) {
         let faults = vm.zero_faults.faults + vm.at_hand_faults.faults + vm.read_faults.faults;
         faults + vm.neighbours + vm.replayed + vm.background
     };
-    // A fault is counted after its thread was woken.
-    wait_until("all faults to be counted", || came(&scene.vm()) >= expected);
+    // A page is marked, and a fault counted, after its thread was woken.
+    wait_until("all faults to be counted", || {
+        let vm = scene.vm();
+        came(&vm) >= expected && vm.missing == 0
+    });
     let vm = scene.vm();
     assert_eq!((vm.pages, vm.resident, vm.missing), (expected, expected, 0));
     assert_eq!((vm.given_back, vm.waiting, vm.source_errors), (0, 0, 0));
@@ -50,8 +53,11 @@ fn touching_threads_find_the_right_pages() {
         assert_eq!((vm.resident, vm.missing), (0, pages(&scene.config)));
         assert!(!scene.scratch.path("socket").exists());
         run(&mut double, 200);
-        let vm = scene.vm();
-        assert_eq!(vm.resident + vm.missing, vm.pages);
+        // The two are counted one after the other.
+        wait_until("the last page to be marked", || {
+            let vm = scene.vm();
+            vm.resident + vm.missing == vm.pages
+        });
         verify(&mut double);
         assert_whole(&scene);
         let vm = scene.vm();
