@@ -101,19 +101,23 @@ fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     service::ready("serving a VM");
     let ended = follow(&pager, &name, interrupts);
     service::stopping();
-    let status = pager.status(&name);
+    let mut status = pager.status(&name);
+    let came = status
+        .as_ref()
+        .is_some_and(|status| status.phase != Phase::Waiting);
+    // Without a VM there is nothing to take up.
+    let left = !ended && !came && pager.end(&name, false).is_ok();
     drop(pager);
-    let Some(status) = status.filter(|_| ended) else {
-        return Err(Failure::new(
-            Exit::Cancelled,
-            "the VM waits for its pages: the same command takes it up again",
-        ));
-    };
-    // Only the lock is left, and it is nobody's any more.
-    if args.state.is_none() {
-        let _ = std::fs::remove_file(directory.join("lock"));
-        let _ = std::fs::remove_dir(&directory);
+    if (ended || left) && args.state.is_none() {
+        tidy(&directory);
     }
+    let Some(status) = status.take_if(|_| ended) else {
+        let why = match left {
+            true => "cancelled before a VMM came",
+            false => "the VM waits for its pages: the same command takes it up again",
+        };
+        return Err(Failure::new(Exit::Cancelled, why));
+    };
     let value = to_json(&status)?;
     if args.json {
         output::json(&value);
@@ -121,6 +125,19 @@ fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         output::result(&text::table(&value));
     }
     Ok(())
+}
+
+/// Removes a directory in which only the lock is left.
+fn tidy(directory: &Path) {
+    let others = std::fs::read_dir(directory).map(|entries| {
+        let mut names = entries.flatten().map(|entry| entry.file_name());
+        names.any(|name| name != "lock")
+    });
+    if others.is_ok_and(|others| !others) {
+        // What cannot be removed costs nothing.
+        let _ = std::fs::remove_file(directory.join("lock"));
+        let _ = std::fs::remove_dir(directory);
+    }
 }
 
 /// Tells what a restore does until its VM ends. Returns false if the user ended the pager before.
@@ -210,7 +227,7 @@ fn serve(args: &ServeArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     };
     let directory = args.state.clone().unwrap_or_else(|| beside(&api, ".state"));
     // The lock of the directory comes first: it says whether a socket that is there is stale.
-    let pager = Arc::new(start(directory, args.take_over)?);
+    let pager = Arc::new(start(directory.clone(), args.take_over)?);
     let listener = listen(&api)?;
     let taken = pager.list();
     http::serve(listener, pager.clone())?;
@@ -242,6 +259,8 @@ fn serve(args: &ServeArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         .count();
     if waiting > 0 {
         output::note(&format!("{waiting} restores wait for the next pager"));
+    } else if args.state.is_none() {
+        tidy(&directory);
     }
     Ok(())
 }

@@ -161,6 +161,28 @@ fn one_vm_is_served_and_the_same_command_takes_it_up_again_after_a_kill() {
 }
 
 #[test]
+fn a_pager_that_no_vmm_asked_leaves_nothing() {
+    let dir = Dir::new();
+    let memory = dir.path("memory");
+    std::fs::write(&memory, vec![7; 8192]).unwrap();
+    let socket = dir.path("socket");
+    let flags = [
+        memory.to_str().unwrap(),
+        "--socket",
+        socket.to_str().unwrap(),
+    ];
+    let run = Process::start(&[&["pager", "run", "--memory"], &flags[..]].concat(), &dir);
+    run.wait_until_said("waiting for a VMM at ");
+    run.interrupt();
+    run.end().assert_failed(9, "cancelled before a VMM came");
+    let server = Server::start(&dir);
+    server.process.interrupt();
+    server.process.end().assert_ok();
+    std::fs::remove_file(memory).unwrap();
+    dir.assert_empty();
+}
+
+#[test]
 fn many_vms_are_served_as_requests_say() {
     let dir = Dir::new();
     let server = Server::start(&dir);
