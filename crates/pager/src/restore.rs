@@ -445,8 +445,8 @@ impl Entry {
                 if missing > 0 {
                     return Err(Held::Missing(missing));
                 }
-                // A pager that dies half-way must not be followed by one that registers again: pages
-                // that are dropped without a message would be missing for ever.
+                // A pager that dies half-way must not be followed by one that registers again:
+                // pages that are dropped without a message would be missing for ever.
                 let directory = &self.common.directory;
                 directory
                     .read(&self.name)

@@ -124,7 +124,7 @@ impl Vm {
         }
     }
 
-    /// Remembers a touch of a page that was not there. One that was given back is no part of the
+    /// Remembers a touch of a page that was not there. A page that was given back is no part of the
     /// snapshot.
     pub(crate) fn touched(&self, page: u64) {
         let now = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);

@@ -134,7 +134,7 @@ fn tidy(directory: &Path) {
         names.any(|name| name != "lock")
     });
     if others.is_ok_and(|others| !others) {
-        // What cannot be removed costs nothing.
+        // A file that stays costs nothing.
         let _ = std::fs::remove_file(directory.join("lock"));
         let _ = std::fs::remove_dir(directory);
     }

@@ -1,8 +1,8 @@
 //! The source of a restore that was taken over: it may be away for now.
 //!
-//! **Guarantee.** It has the identity that it had when the restore began. The first read opens it, so
-//! a source that hangs holds up no other VM. While it cannot be opened its reads fail, and the VM's
-//! policy for lost sources decides.
+//! **Guarantee.** It has the identity that it had when the restore began. The first read opens it,
+//! so a source that hangs holds up no other VM. While it cannot be opened its reads fail, and the
+//! VM's policy for lost sources decides.
 
 use super::{Source, SourceError, open};
 use crate::options::Restore;

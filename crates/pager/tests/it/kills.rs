@@ -234,8 +234,8 @@ fn a_removal_that_is_lost_is_found() {
     }
 }
 
-/// The kernel drops pages some time after their removal was read. A page that is placed meanwhile is
-/// dropped too, and its mark stays.
+/// The kernel drops pages some time after their removal was read. A page that is placed meanwhile
+/// is dropped too, and its mark stays.
 #[test]
 fn a_removed_page_that_is_marked_as_placed_comes_again() {
     let Some((mut vms, mut pager)) = Vms::start("marked", 1, None) else {
