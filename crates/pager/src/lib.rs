@@ -45,5 +45,6 @@ pub use options::{Background, Format, OnLoss, Owner, Restore};
 pub use pager::{EndError, Keeper, Pager, RestoreError, Settings, StartError};
 pub use recording::{Recording, RecordingError};
 pub use regions::Region;
-pub use source::{FileSource, PackedSource, Source, SourceError, open as open_source};
+pub use source::open as open_source;
+pub use source::{FileSource, PackedSource, Source, SourceError, Store, Stores};
 pub use status::{Latency, Phase, Status, Survival, VmStatus};

@@ -17,7 +17,8 @@ use std::path::PathBuf;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Restore {
-    /// The memory file of the snapshot. It must not change while a VM uses it.
+    /// The memory file of the snapshot: a path, or an address such as `s3://bucket/memory` if the
+    /// pager has a store for it. It must not change while a VM uses it.
     pub memory: PathBuf,
     /// The kind of that file. It is never guessed: the bytes of a memory file are the guest's.
     #[serde(default)]

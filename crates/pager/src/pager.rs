@@ -6,7 +6,7 @@ use crate::name::Name;
 use crate::options::Restore;
 use crate::recording::RecordingError;
 use crate::restore::{Begin, Common, Entry, Held, Prepared};
-use crate::source::SourceError;
+use crate::source::{SourceError, Stores};
 use crate::status::Status;
 use crate::vm::locked;
 use std::collections::{BTreeMap, HashMap};
@@ -16,10 +16,12 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The most restores of a pager, ended ones included.
 const MAX_RESTORES: usize = 4096;
+/// The longest time for which a pager that ends waits for its reads.
+const LEAVE: Duration = Duration::from_secs(5);
 /// The ended restores that are still shown.
 const MAX_ENDED: usize = 256;
 
@@ -49,6 +51,8 @@ pub struct Settings {
     pub keeper: Option<Box<dyn Keeper>>,
     /// The descriptors that were kept for this process, by name.
     pub kept: HashMap<String, OwnedFd>,
+    /// Where memory may lie besides the file system.
+    pub stores: Stores,
 }
 
 impl fmt::Debug for Settings {
@@ -58,6 +62,7 @@ impl fmt::Debug for Settings {
             .field("take_over", &self.take_over)
             .field("may_not_take", &self.may_not_take)
             .field("kept", &self.kept)
+            .field("stores", &self.stores)
             .finish_non_exhaustive()
     }
 }
@@ -177,6 +182,7 @@ impl Pager {
                 directory: Arc::new(directory),
                 keeper: settings.keeper,
                 may_not_take: settings.may_not_take,
+                stores: settings.stores,
             }),
             restores: Mutex::default(),
         };
@@ -227,7 +233,7 @@ impl Pager {
         if let Some(fault) = &fault {
             tracing::error!(restore = %name, "{fault}");
         }
-        match Prepared::new(&record.restore) {
+        match Prepared::new(&record.restore, &self.common.stores) {
             Ok(prepared) => {
                 let entry = Entry::waiting(name, record.restore, fault, self.common.clone())?;
                 let begin = Begin::Listen(prepared);
@@ -251,7 +257,7 @@ impl Pager {
         };
         is_free(&locked(&self.restores))?;
         // A file system that hangs must hold up this request alone.
-        let prepared = Prepared::new(&restore)?;
+        let prepared = Prepared::new(&restore, &self.common.stores)?;
         let mut restores = locked(&self.restores);
         forget_ended(&mut restores);
         let room = match restores.len() < MAX_RESTORES {
@@ -369,6 +375,12 @@ impl Drop for Pager {
         }
         for served in restores.into_values() {
             join(Some(served));
+        }
+        // A thread that reads holds the directory until its read is over. The next pager may start
+        // at once; but a source that hangs must not hold up the end of the process.
+        let deadline = Instant::now() + LEAVE;
+        while Arc::strong_count(&self.common.directory) > 1 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }

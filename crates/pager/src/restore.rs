@@ -15,7 +15,7 @@ use crate::recording::Recording;
 use crate::regions::{Region, Regions};
 use crate::serve::{End, recover, serve, wake_all};
 use crate::shared::{Ring, Shared};
-use crate::source::{self, Source};
+use crate::source::{self, Source, Stores};
 use crate::status::{Phase, Status, Survival, VmStatus};
 use crate::vm::{Stop, Vm, locked};
 use crate::vmm::{self, Vmm};
@@ -36,6 +36,7 @@ pub(crate) struct Common {
     pub(crate) directory: Arc<Directory>,
     pub(crate) keeper: Option<Box<dyn Keeper>>,
     pub(crate) may_not_take: bool,
+    pub(crate) stores: Stores,
 }
 
 impl Common {
@@ -169,7 +170,12 @@ impl Entry {
             .regions
             .iter()
             .map(|region| region.offset + region.size);
-        let source = source::again(&restore, record.source, bytes.max().unwrap_or(0));
+        let source = source::again(
+            &restore,
+            &common.stores,
+            record.source,
+            bytes.max().unwrap_or(0),
+        );
         let vm = Arc::new(Vm::new(
             name.clone(),
             restore.clone(),
@@ -560,8 +566,8 @@ pub(crate) struct Prepared {
 
 impl Prepared {
     /// Opens the memory and the recording, then makes the socket.
-    pub(crate) fn new(restore: &Restore) -> Result<Self, RestoreError> {
-        let source = source::open(&restore.memory, restore.format)?;
+    pub(crate) fn new(restore: &Restore, stores: &Stores) -> Result<Self, RestoreError> {
+        let source = stores.open(&restore.memory, restore.format)?;
         let recording = restore.replay.as_deref().map(Recording::load).transpose()?;
         let socket = listen_at(&restore.socket, &restore.owner)?;
         Ok(Self {

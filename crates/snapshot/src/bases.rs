@@ -6,20 +6,22 @@
 //! **Mechanism.** A base is looked for by its name in each directory. If it has another name now,
 //! the first bytes of the files there tell: at most 4096 for each directory.
 
+use crate::blob::Blob;
 use crate::details::Base;
 use crate::error::OpenError;
 use crate::header::{HEADER_BYTES, Header, SnapshotId};
 use crate::input::open_input;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::ffi::OsStr;
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The most files of a directory that are looked into.
 const MAX_FILES: usize = 4096;
 
 /// An open file that holds chunks.
 pub(crate) struct Source {
-    pub(crate) file: File,
+    pub(crate) file: Arc<dyn Blob>,
     pub(crate) path: PathBuf,
     pub(crate) header: Header,
     pub(crate) id: SnapshotId,
@@ -31,16 +33,16 @@ impl Source {
             file: path.to_owned(),
             why,
         })?;
-        Self::of(file, path)
+        Self::of(Arc::new(file), path)
     }
 
     /// Reads the header of `file`, and checks its length.
-    pub(crate) fn of(file: File, path: &Path) -> Result<Self, OpenError> {
+    pub(crate) fn of(file: Arc<dyn Blob>, path: &Path) -> Result<Self, OpenError> {
         let io = |why| OpenError::Io {
             file: path.to_owned(),
             why,
         };
-        let found = file.metadata().map_err(io)?.len();
+        let found = file.bytes().map_err(io)?;
         let mut bytes = vec![0; found.min(HEADER_BYTES as u64) as usize];
         file.read_exact_at(&mut bytes, 0).map_err(io)?;
         let (header, id) = Header::decode(&bytes, path)?;
@@ -60,6 +62,29 @@ impl Source {
     }
 }
 
+/// Opens a base of `file`, which `open` finds by its name.
+pub(crate) fn find_by(
+    base: &Base,
+    file: &Path,
+    open: &mut dyn FnMut(&OsStr) -> io::Result<Arc<dyn Blob>>,
+) -> Result<Source, OpenError> {
+    let path = file.with_file_name(&base.name);
+    let found = open(&base.name).map_err(|why| OpenError::Io {
+        file: path.clone(),
+        why,
+    })?;
+    let source = Source::of(found, &path)?;
+    if source.id == base.id {
+        return Ok(source);
+    }
+    Err(OpenError::BaseWrong {
+        file: file.to_owned(),
+        base: path,
+        found: source.id,
+        expected: base.id,
+    })
+}
+
 /// Finds a base of `file` in the directories.
 pub(crate) fn find(base: &Base, file: &Path, directories: &[&Path]) -> Result<Source, OpenError> {
     let mut fault = None;
@@ -74,7 +99,7 @@ pub(crate) fn find(base: &Base, file: &Path, directories: &[&Path]) -> Result<So
                     expected: base.id,
                 });
             }
-            Err(OpenError::Io { why, .. }) if why.kind() == std::io::ErrorKind::NotFound => {}
+            Err(OpenError::Io { why, .. }) if why.kind() == io::ErrorKind::NotFound => {}
             Err(why) => {
                 fault.get_or_insert(why);
             }

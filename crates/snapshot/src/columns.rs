@@ -7,11 +7,10 @@
 //! is known. A block is the part of all columns for 1024 chunks. Each part of a column has a
 //! checksum in the details. A reader loads the blocks that it needs.
 
+use crate::blob::Blob;
 use crate::codec::Kind;
 use crate::error::Fault;
 use crate::header::{Geometry, HEADER_BYTES};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// The columns, in the order of the file.
@@ -146,7 +145,7 @@ pub(crate) struct Block {
 /// The place of an index, and its checksums.
 #[derive(Clone, Copy)]
 pub(crate) struct Place<'a> {
-    pub(crate) file: &'a File,
+    pub(crate) file: &'a dyn Blob,
     pub(crate) start: u64,
     pub(crate) sums: &'a [u64],
     pub(crate) geometry: Geometry,

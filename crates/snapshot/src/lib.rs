@@ -42,6 +42,7 @@
 //! ```
 
 mod bases;
+mod blob;
 mod codec;
 mod columns;
 mod details;
@@ -55,6 +56,7 @@ mod reader;
 mod unpack;
 mod verify;
 
+pub use blob::Blob;
 pub use codec::{Compression, Kind};
 pub use details::{Base, Labels, State};
 pub use error::{ChunkError, Fault, OpenError, PackError, StateError, UnpackError};

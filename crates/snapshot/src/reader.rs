@@ -8,19 +8,21 @@
 //! row names a file and a place there. The stored bytes are verified before they are decompressed,
 //! and the result is verified too.
 
-use crate::bases::{Source, find};
+use crate::bases::{Source, find, find_by};
+use crate::blob::Blob;
 use crate::codec::{HAS_ZSTD, Kind, decode};
 use crate::columns::{Block, Place, Row};
 use crate::details::{Base, Details, Labels, State};
 use crate::error::{ChunkError, Fault, OpenError, StateError};
 use crate::figures::Figures;
 use crate::header::{Geometry, SnapshotId};
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs::File;
+use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 /// An open snapshot. It is `Send` and `Sync`.
@@ -68,7 +70,7 @@ impl Snapshot {
     /// # Errors
     /// As [`Snapshot::open`].
     pub fn open_in(path: &Path, directories: &[&Path]) -> Result<Self, OpenError> {
-        Self::from_source(Source::open(path)?, directories)
+        Self::beside(Source::open(path)?, directories)
     }
 
     /// As [`Snapshot::open_in`], for a file that is open. Errors name it `path`, and bases may be
@@ -77,10 +79,35 @@ impl Snapshot {
     /// # Errors
     /// As [`Snapshot::open`].
     pub fn from_file(file: File, path: &Path, directories: &[&Path]) -> Result<Self, OpenError> {
-        Self::from_source(Source::of(file, path)?, directories)
+        Self::beside(Source::of(Arc::new(file), path)?, directories)
     }
 
-    fn from_source(own: Source, directories: &[&Path]) -> Result<Self, OpenError> {
+    /// Opens a snapshot of `blob`, such as one at another host. Errors name it `path`. Its bases
+    /// are those that `open` finds by their names, which are the last parts of paths.
+    ///
+    /// # Errors
+    /// As [`Snapshot::open`].
+    pub fn from_blob(
+        blob: Arc<dyn Blob>,
+        path: &Path,
+        mut open: impl FnMut(&OsStr) -> io::Result<Arc<dyn Blob>>,
+    ) -> Result<Self, OpenError> {
+        let own = Source::of(blob, path)?;
+        Self::from_source(own, &mut |base, path| find_by(base, path, &mut open))
+    }
+
+    fn beside(own: Source, directories: &[&Path]) -> Result<Self, OpenError> {
+        let path = own.path.clone();
+        let directory = path.parent().filter(|path| !path.as_os_str().is_empty());
+        let mut all = vec![directory.unwrap_or(Path::new("."))];
+        all.extend(directories);
+        Self::from_source(own, &mut |base, path| find(base, path, &all))
+    }
+
+    fn from_source(
+        own: Source,
+        find: &mut dyn FnMut(&Base, &Path) -> Result<Source, OpenError>,
+    ) -> Result<Self, OpenError> {
         let file = || own.path.clone();
         // The length of the file has been compared with these, so the allocation is bounded by it.
         let mut bytes = vec![0; own.header.details_bytes as usize];
@@ -97,15 +124,9 @@ impl Snapshot {
         if own.header.codecs & Kind::Zstd.codec() != 0 && !HAS_ZSTD {
             return Err(OpenError::NoZstd { file: file() });
         }
-        let beside = own
-            .path
-            .parent()
-            .filter(|path| !path.as_os_str().is_empty());
-        let mut all = vec![beside.unwrap_or(Path::new("."))];
-        all.extend(directories);
         let bases = details.bases.iter();
         let bases = bases
-            .map(|base| find(base, &own.path, &all))
+            .map(|base| find(base, &own.path))
             .collect::<Result<Vec<_>, _>>()?;
         let blocks = own.header.geometry.blocks();
         Ok(Self {
@@ -321,7 +342,7 @@ impl Snapshot {
 
     fn place(&self) -> Place<'_> {
         Place {
-            file: &self.own().file,
+            file: &*self.own().file,
             start: self.own().header.index_start(),
             sums: &self.details.sums,
             geometry: *self.geometry(),

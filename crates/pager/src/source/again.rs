@@ -4,13 +4,14 @@
 //! so a source that hangs holds up no other VM. While it cannot be opened its reads fail, and the
 //! VM's policy for lost sources decides.
 
-use super::{Source, SourceError, open};
+use super::{Source, SourceError, Stores};
 use crate::options::Restore;
 use std::sync::{Arc, OnceLock};
 
 #[derive(Debug)]
 struct Again {
     restore: Restore,
+    stores: Stores,
     identity: String,
     bytes: u64,
     opened: OnceLock<Arc<dyn Source>>,
@@ -18,9 +19,15 @@ struct Again {
 
 /// The source of a restore, which is opened when it is read. It must be the one with this identity,
 /// and have at least `bytes` bytes.
-pub(crate) fn again(restore: &Restore, identity: String, bytes: u64) -> Arc<dyn Source> {
+pub(crate) fn again(
+    restore: &Restore,
+    stores: &Stores,
+    identity: String,
+    bytes: u64,
+) -> Arc<dyn Source> {
     Arc::new(Again {
         restore: restore.clone(),
+        stores: stores.clone(),
         identity,
         bytes,
         opened: OnceLock::new(),
@@ -32,7 +39,9 @@ impl Again {
         if let Some(source) = self.opened.get() {
             return Ok(source);
         }
-        let source = open(&self.restore.memory, self.restore.format)?;
+        let source = self
+            .stores
+            .open(&self.restore.memory, self.restore.format)?;
         let now = source.identity();
         if now != self.identity {
             return Err(SourceError::Changed {

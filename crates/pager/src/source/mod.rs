@@ -10,6 +10,7 @@ pub use packed::PackedSource;
 pub(crate) use again::again;
 
 use crate::options::Format;
+use pageferry_snapshot::Blob;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -85,7 +86,66 @@ pub enum SourceError {
     },
 }
 
-/// Opens the memory of a snapshot.
+/// A place of snapshots other than the file system, such as an object store.
+pub trait Store: std::fmt::Debug + Send + Sync {
+    /// The schemes of its addresses, such as `s3` of `s3://bucket/web/memory`.
+    fn schemes(&self) -> &[&str];
+
+    /// Opens a file by its address, whatever its format. It may wait for another host, but not
+    /// without a limit.
+    ///
+    /// # Errors
+    /// [`SourceError`].
+    fn open(&self, address: &str) -> Result<Arc<dyn Source>, SourceError>;
+}
+
+/// The stores of a pager.
+#[derive(Clone, Debug, Default)]
+pub struct Stores(Vec<Arc<dyn Store>>);
+
+impl Stores {
+    /// These stores. Of two with the same scheme the first counts.
+    #[must_use]
+    pub fn new(stores: impl IntoIterator<Item = Arc<dyn Store>>) -> Self {
+        Self(stores.into_iter().collect())
+    }
+
+    /// Opens the memory of a snapshot. A path that is an address, such as `s3://bucket/memory`, is
+    /// one in a store.
+    ///
+    /// # Errors
+    /// [`SourceError`], also for an address of no store.
+    pub fn open(&self, path: &Path, format: Format) -> Result<Arc<dyn Source>, SourceError> {
+        let Some((scheme, address)) = address(path) else {
+            return open(path, format);
+        };
+        let store = self
+            .0
+            .iter()
+            .find(|store| store.schemes().contains(&scheme));
+        let store = store.ok_or_else(|| {
+            let known = self.0.iter().flat_map(|store| store.schemes());
+            let known = known
+                .map(|scheme| format!("{scheme}://"))
+                .collect::<Vec<_>>();
+            let why = match known.is_empty() {
+                true => "this pager has no store: expected a path".to_owned(),
+                false => format!("expected a path, or one of {}", known.join(", ")),
+            };
+            SourceError::Failed {
+                what: address.to_owned(),
+                why: io::Error::new(io::ErrorKind::Unsupported, why),
+            }
+        })?;
+        let source = store.open(address)?;
+        Ok(match format {
+            Format::Raw => source,
+            Format::Packed => Arc::new(PackedSource::in_store(&**store, address, source)?),
+        })
+    }
+}
+
+/// Opens the memory of a snapshot that lies in the file system.
 ///
 /// # Errors
 /// [`SourceError`].
@@ -94,4 +154,29 @@ pub fn open(path: &Path, format: Format) -> Result<Arc<dyn Source>, SourceError>
         Format::Raw => Arc::new(FileSource::open(path)?),
         Format::Packed => Arc::new(PackedSource::open(path)?),
     })
+}
+
+/// The scheme of an address, and the address. `None` for a path.
+fn address(path: &Path) -> Option<(&str, &str)> {
+    let address = path.to_str()?;
+    let (scheme, _) = address.split_once("://")?;
+    let letters = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'+';
+    (!scheme.is_empty() && scheme.bytes().all(letters)).then_some((scheme, address))
+}
+
+/// A file in a store, whose bytes are a packed snapshot.
+struct InStore(Arc<dyn Source>);
+
+impl Blob for InStore {
+    fn bytes(&self) -> io::Result<u64> {
+        Ok(self.0.bytes())
+    }
+
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.0.read(offset, buffer).map_err(|why| match why {
+            SourceError::Failed { why, .. } => why,
+            SourceError::Short { .. } => io::ErrorKind::UnexpectedEof.into(),
+            why => io::Error::other(why),
+        })
+    }
 }

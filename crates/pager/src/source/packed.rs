@@ -3,9 +3,10 @@
 //! **Mechanism.** The last chunks are kept: pages come one by one, and a chunk has many. The kernel
 //! keeps the compressed bytes in its page cache besides.
 
-use super::{Source, SourceError};
-use pageferry_snapshot::Snapshot;
+use super::{InStore, Source, SourceError, Store};
+use pageferry_snapshot::{Blob, OpenError, Snapshot};
 use std::collections::VecDeque;
+use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -28,8 +29,34 @@ impl PackedSource {
     /// [`SourceError::Damaged`], also for a file that is no snapshot, and for a base that is
     /// missing.
     pub fn open(path: &Path) -> Result<Self, SourceError> {
-        let snapshot = Snapshot::open(path).map_err(|why| SourceError::Damaged {
-            what: path.display().to_string(),
+        Self::of(Snapshot::open(path), &path.display())
+    }
+
+    /// Opens a packed snapshot that lies in a store, and its bases beside it.
+    pub(super) fn in_store(
+        store: &dyn Store,
+        address: &str,
+        file: Arc<dyn Source>,
+    ) -> Result<Self, SourceError> {
+        let beside = address.rsplit_once('/').map_or("", |(beside, _)| beside);
+        let snapshot = Snapshot::from_blob(Arc::new(InStore(file)), Path::new(address), |name| {
+            let name = name.to_str().ok_or(io::ErrorKind::InvalidFilename)?;
+            let base = store.open(&format!("{beside}/{name}"));
+            let base = base.map_err(|why| match why {
+                SourceError::Failed { why, .. } => why,
+                why => io::Error::other(why),
+            })?;
+            Ok(Arc::new(InStore(base)) as Arc<dyn Blob>)
+        });
+        Self::of(snapshot, &address)
+    }
+
+    fn of(
+        opened: Result<Snapshot, OpenError>,
+        what: &dyn std::fmt::Display,
+    ) -> Result<Self, SourceError> {
+        let snapshot = opened.map_err(|why| SourceError::Damaged {
+            what: what.to_string(),
             why: why.to_string(),
         })?;
         let most = (KEPT / snapshot.chunk_bytes() as usize).max(1);
