@@ -55,6 +55,12 @@ fn lower_priority() {
 
 /// Loads the pages of a recording.
 fn replay(vm: &Vm, recording: &Recording) {
+    // A larger page says little about others, and costs much.
+    if vm.regions.page_bytes() == 4096 {
+        let pages = recording.offsets();
+        vm.sample
+            .choose(pages.filter_map(|offset| vm.regions.page_of(offset)));
+    }
     let blocks = blocks_of(vm, recording);
     let next = AtomicUsize::new(0);
     let work = || {
@@ -109,12 +115,15 @@ fn load_block(vm: &Vm, pages: &[u64], buffer: &mut Vec<u8>) -> bool {
     if !read(vm, &(*first..last + 1), buffer) {
         return false;
     }
-    for run in pages.chunk_by(|a, b| a + 1 == *b) {
-        let run = run[0].max(*first)..(run[run.len() - 1] + 1).min(last + 1);
-        if run.is_empty() {
-            continue;
-        }
-        let at = |page: u64| ((page - first) * vm.regions.page_bytes()) as usize;
+    let at = |page: u64| ((page - first) * vm.regions.page_bytes()) as usize;
+    let placed: Vec<u64> = pages
+        .iter()
+        .copied()
+        .filter(|page| (*first..=*last).contains(page))
+        .filter(|&page| !vm.sample.keep(page, &buffer[at(page)..at(page + 1)]))
+        .collect();
+    for run in placed.chunk_by(|a, b| a + 1 == *b) {
+        let run = run[0]..run[run.len() - 1] + 1;
         match vm.place_all(run.clone(), Some(&buffer[at(run.start)..at(run.end)])) {
             Some(fresh) => vm.figures.replayed.add(fresh),
             None => return false,

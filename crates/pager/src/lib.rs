@@ -28,6 +28,7 @@ mod pager;
 mod recording;
 mod regions;
 mod restore;
+mod sample;
 mod serve;
 mod shared;
 mod source;

@@ -237,8 +237,12 @@ fn zeros(vm: &Vm, page: u64) -> Placed {
     attempt.how
 }
 
-/// Reads the page and its neighbours if they are at hand, else the page alone.
+/// Reads the page and its neighbours if they are at hand, else the page alone. The neighbours of a
+/// page that a replay left out are there.
 fn at_hand(vm: &Vm, page: u64, buffer: &mut Vec<u8>) -> Result<Option<Range<u64>>, SourceError> {
+    if vm.restore.replay.is_some() && vm.sample.bytes(page, buffer) {
+        return Ok(Some(page..page + 1));
+    }
     let page_bytes = vm.regions.page_bytes();
     let around = vm.around(page, &(0..vm.regions.pages()));
     for run in [around, page..page + 1] {

@@ -90,6 +90,11 @@ pub struct VmStatus {
     pub neighbours: u64,
     /// Pages placed because of a recording.
     pub replayed: u64,
+    /// Pages of the recording that were left out as a sample, and are missing or were touched.
+    pub sampled: u64,
+    /// Those of them that were touched. The share of the others is an estimate of useless pages
+    /// among the replayed ones.
+    pub sampled_touched: u64,
     /// Pages loaded in the background.
     pub background: u64,
     /// Faults that wait for the source now.
@@ -118,6 +123,9 @@ impl VmStatus {
             }
         };
         let figures = &vm.figures;
+        let (sampled, sampled_touched) = vm
+            .sample
+            .counts(|page| !vm.shared.placed().test(page) && !vm.shared.removed().test(page));
         Self {
             pid: vm.vmm.identity.pid,
             death_of_pager: vm.survival.clone(),
@@ -129,6 +137,8 @@ impl VmStatus {
             zeros: figures.zeros.get(),
             neighbours: figures.neighbours.get(),
             replayed: figures.replayed.get(),
+            sampled,
+            sampled_touched,
             background: figures.background.get(),
             waiting: vm.jobs.waiting() as u64,
             source_errors: figures.source_errors.get(),

@@ -7,6 +7,7 @@ use crate::jobs::Jobs;
 use crate::name::Name;
 use crate::options::{OnLoss, Restore};
 use crate::regions::Regions;
+use crate::sample::Sample;
 use crate::shared::Shared;
 use crate::source::{Source, SourceError};
 use crate::status::Survival;
@@ -73,6 +74,7 @@ pub(crate) struct Vm {
     pub(crate) gate: RwLock<()>,
     pub(crate) jobs: Jobs,
     pub(crate) figures: Figures,
+    pub(crate) sample: Sample,
     /// The reason why a page cannot be read, while that is so.
     loss: Mutex<Option<String>>,
     /// Pages in the order of their first touches.
@@ -113,6 +115,7 @@ impl Vm {
             gate: RwLock::new(()),
             jobs: Jobs::default(),
             figures: Figures::new(),
+            sample: Sample::default(),
             loss: Mutex::new(None),
             touched: Mutex::default(),
             survival,
@@ -129,6 +132,9 @@ impl Vm {
     pub(crate) fn touched(&self, page: u64) {
         let now = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
         self.last_fault.store(now, Ordering::Relaxed);
+        if self.restore.replay.is_some() {
+            self.sample.touched(page);
+        }
         if self.restore.record.is_some() && !self.shared.removed().test(page) {
             locked(&self.touched).push(page);
         }

@@ -37,6 +37,8 @@ pub(crate) enum PagerCommand {
     ///
     /// It ends at once if no VM has come, or if its VM has all its memory, and then needs no pager.
     End(EndArgs),
+    /// Look into recordings of working sets, and merge them
+    Recording(RecordingArgs),
 }
 
 /// A snapshot and how its pages are served.
@@ -188,6 +190,39 @@ pub(crate) struct EndArgs {
     /// Kill the VM if it still needs the pager
     #[arg(long)]
     pub(crate) kill: bool,
+}
+
+/// `pageferry pager recording`.
+#[derive(Debug, Args)]
+pub(crate) struct RecordingArgs {
+    /// The command.
+    #[command(subcommand)]
+    pub(crate) command: RecordingCommand,
+}
+
+/// The commands on recordings.
+#[derive(Debug, Subcommand)]
+pub(crate) enum RecordingCommand {
+    /// Show how much of the memory a VM touched
+    Info {
+        /// A file that `--record` wrote
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+        /// Print it as one JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Merge recordings of the same snapshot
+    ///
+    /// The pages of the first come in its order, and behind them what others touched.
+    Merge {
+        /// The file to write, or to replace as a whole
+        #[arg(value_name = "OUTPUT")]
+        output: PathBuf,
+        /// Files that `--record` wrote
+        #[arg(value_name = "FILE", required = true)]
+        files: Vec<PathBuf>,
+    },
 }
 
 fn mode(text: &str) -> Result<u32, String> {

@@ -9,6 +9,7 @@
 mod api;
 mod args;
 mod http;
+mod recording;
 mod service;
 mod text;
 
@@ -18,7 +19,9 @@ use crate::signals::Interrupts;
 use crate::sockets;
 pub(crate) use args::PagerArgs;
 use args::{ApiArgs, EndArgs, PagerCommand, RestoreArgs, RunArgs, ServeArgs, StatusArgs};
-use pageferry_pager::{Name, Pager, Phase, RestoreError, Settings, StartError, Status, Survival};
+use pageferry_pager::{
+    Name, Pager, Phase, RestoreError, Settings, StartError, Status, Stores, Survival,
+};
 use serde_json::Value;
 use std::ffi::OsString;
 use std::os::unix::net::UnixListener;
@@ -49,6 +52,7 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
         PagerCommand::Restore(args) => restore(args, interrupts),
         PagerCommand::Status(args) => status(args, interrupts),
         PagerCommand::End(args) => end(args, interrupts),
+        PagerCommand::Recording(args) => recording::recording(args),
     }
 }
 
@@ -60,6 +64,7 @@ fn start(directory: PathBuf, take_over: bool) -> Result<Pager, Failure> {
         may_not_take: !service::may_take(),
         keeper: service::keeper(),
         kept,
+        stores: Stores::default(),
     };
     Pager::start(settings).map_err(|why| {
         let exit = match why {

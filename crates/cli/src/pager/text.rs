@@ -50,7 +50,7 @@ pub(crate) fn metrics(list: &[Status]) -> String {
         },
     );
     type Figure = fn(&VmStatus) -> u64;
-    let figures: [(&str, &str, &str, Figure); 10] = [
+    let figures: [(&str, &str, &str, Figure); 12] = [
         (
             "restore_resident_pages",
             "gauge",
@@ -92,6 +92,18 @@ pub(crate) fn metrics(list: &[Status]) -> String {
             "counter",
             "Pages placed because of a recording.",
             |vm| vm.replayed,
+        ),
+        (
+            "restore_sampled_pages",
+            "gauge",
+            "Pages of the recording left out as a sample of it.",
+            |vm| vm.sampled,
+        ),
+        (
+            "restore_sampled_touched_pages",
+            "gauge",
+            "Pages of the sample that were touched.",
+            |vm| vm.sampled_touched,
         ),
         (
             "restore_background_pages_total",
@@ -221,6 +233,17 @@ pub(crate) fn table(status: &Value) -> String {
             faults.join(", ")
         },
     );
+    if number("replayed") > 0 {
+        let mut line = format!("{} from a recording", bytes("replayed"));
+        let (sampled, touched) = (number("sampled"), number("sampled_touched"));
+        if let Some(unused) = (100 * sampled.saturating_sub(touched)).checked_div(sampled) {
+            let _ = write!(
+                line,
+                ", about {unused} % of it unused so far (a sample of {sampled} pages)"
+            );
+        }
+        row("ahead", line);
+    }
     match &vm["death_of_pager"] {
         Value::Object(lost) => row(
             "at risk",

@@ -502,3 +502,35 @@ mod as_a_service {
         server.kill();
     }
 }
+
+#[test]
+fn recordings_are_shown_and_merged() {
+    use pageferry_pager::Recording;
+    let dir = Dir::new();
+    let [first, second, both] = ["first", "second", "both"].map(|name| dir.path(name));
+    Recording::of([8192, 0]).save(&first).unwrap();
+    Recording::of([0, 4096, 1 << 20]).save(&second).unwrap();
+    let command = |args: &[&Path]| {
+        let mut command = Command::new(PAGEFERRY);
+        command.args(["pager", "recording"]).args(args);
+        command.output().unwrap()
+    };
+    let merged = command(&[Path::new("merge"), &both, &first, &second]);
+    assert!(merged.status.success(), "{merged:?}");
+    assert_eq!(merged.stdout, b"4 pages, 16 KiB\n");
+    let places = Recording::load(&both).unwrap();
+    assert!(places.offsets().eq([8192, 0, 4096, 1 << 20]));
+    let info = command(&[Path::new("info"), &both, Path::new("--json")]);
+    let info: Value = serde_json::from_slice(&info.stdout).unwrap();
+    let expected = serde_json::json!({
+        "pages": 4, "bytes": 16384, "runs": 2, "end": (1 << 20) + 4096,
+    });
+    assert_eq!(info, expected);
+
+    std::fs::write(&second, b"no recording").unwrap();
+    let refused = command(&[Path::new("merge"), &both, &first, &second]);
+    assert_eq!(refused.status.code(), Some(7), "{refused:?}");
+    assert!(places == Recording::load(&both).unwrap(), "it is as it was");
+    let absent = command(&[Path::new("info"), &dir.path("absent")]);
+    assert_eq!(absent.status.code(), Some(2), "{absent:?}");
+}
