@@ -12,6 +12,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
 use pageferry_migration::{CpuList, Limits, Settings, SourceConfig, Switch};
+use pageferry_pager::Background;
 use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -65,6 +66,12 @@ pub(crate) enum Command {
     /// terminal, the VM runs on.
     #[command(after_help = EXIT_CODES)]
     Run(RunArgs),
+    /// Run a VM again that `run --snapshot-to` saved
+    ///
+    /// The VM runs at once. Each page of its memory is read when it is touched, by the same pager
+    /// that serves Firecracker's VMs. The file stays as it is. It needs userfaultfd.
+    #[command(after_help = EXIT_CODES)]
+    Restore(RestoreArgs),
     /// Wait for a VM, receive it and run it
     ///
     /// Prints the address, and listens until a VM has come. The VM runs until `pageferry quit` or
@@ -619,8 +626,58 @@ pub(crate) struct RunArgs {
     /// `pageferry console` shows its console. Messages go on only if standard error is a file
     #[arg(long)]
     pub(crate) detach: bool,
+    /// Save the VM to this new directory when somebody asks for its end (Ctrl-C, SIGTERM, `quit`).
+    /// `pageferry restore` starts it again. If that fails, the VM runs on
+    #[arg(long, value_name = "DIR")]
+    pub(crate) snapshot_to: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) metrics: MetricsArgs,
+}
+
+/// `pageferry restore`.
+#[derive(Debug, Args)]
+pub(crate) struct RestoreArgs {
+    /// A directory that `run --snapshot-to` wrote. It is only read: several VMs may start from it
+    #[arg(value_name = "DIR")]
+    pub(crate) directory: PathBuf,
+    #[command(flatten)]
+    pub(crate) place: PlaceArgs,
+    /// Go on in the background once the VM runs: print its name, and end with 0
+    #[arg(long)]
+    pub(crate) detach: bool,
+    /// Save the VM to this new directory when somebody asks for its end
+    #[arg(long, value_name = "DIR")]
+    pub(crate) snapshot_to: Option<PathBuf>,
+    /// Load all memory too: off, idle (while no fault waits), or at most this size a second
+    #[arg(long, value_name = "off|idle|SIZE", default_value = "off", value_parser = crate::pager::background)]
+    pub(crate) background: Background,
+    /// Write the order of first touches to this file at the end
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record: Option<PathBuf>,
+    /// Load the pages of this recording ahead of the faults
+    #[arg(long, value_name = "FILE")]
+    pub(crate) replay: Option<PathBuf>,
+    /// Take memory from the pager that waits at this socket, for the file DIR/memory
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["background", "record", "replay"])]
+    pub(crate) pager: Option<PathBuf>,
+    /// The console of a guest that has one: a file, or - for this terminal
+    #[arg(long, value_name = "FILE|-", value_parser = console)]
+    pub(crate) console: Option<ConsoleTarget>,
+    /// Start the VM although a limit of this host leaves it too little. It may then end by a signal
+    #[arg(long)]
+    pub(crate) ignore_limits: bool,
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
+}
+
+impl RestoreArgs {
+    /// Its memory is private: a file would have a second mapping, in which pages are missing too.
+    pub(crate) fn backing(&self) -> BackingArgs {
+        BackingArgs {
+            backing: Backing::Anonymous,
+            ignore_limits: self.ignore_limits,
+        }
+    }
 }
 
 /// The place of a VM's control socket.

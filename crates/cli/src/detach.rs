@@ -29,6 +29,7 @@ const MOST_OUTPUT: u64 = 1 << 20;
 pub(crate) fn is_asked_for(cli: &Cli) -> Result<bool, Failure> {
     let (detach, console) = match &cli.command {
         Command::Run(args) => (args.detach, args.kernel.console.as_ref()),
+        Command::Restore(args) => (args.detach, args.console.as_ref()),
         Command::Receive(args) => (args.detach, args.console.as_ref()),
         _ => return Ok(false),
     };

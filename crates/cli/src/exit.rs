@@ -151,11 +151,6 @@ impl Failure {
         Self::new(Exit::Internal, format!("{what}: {error}"))
     }
 
-    /// The host has no room for the hold on a migration.
-    pub(crate) fn of_session(error: MigrationError) -> Self {
-        Self::new(of_migration(&error), error.to_string())
-    }
-
     /// The same failure, with its consequence added as a sentence.
     pub(crate) fn and(mut self, consequence: &str) -> Self {
         self.message.push_str("; ");
@@ -187,6 +182,12 @@ pub(crate) fn of_machine(error: &MachineError) -> Exit {
         MachineError::Guest { .. } => Exit::Guest,
         MachineError::BadState(_) => Exit::Protocol,
         _ => Exit::Internal,
+    }
+}
+
+impl From<MigrationError> for Failure {
+    fn from(error: MigrationError) -> Self {
+        Self::new(of_migration(&error), error.to_string())
     }
 }
 

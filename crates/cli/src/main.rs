@@ -49,6 +49,7 @@ mod rate;
 mod receive;
 mod recovery;
 mod report;
+mod restore;
 mod run;
 mod sampler;
 mod scratch;
@@ -99,7 +100,7 @@ fn start(cli: &Cli) -> Result<u8, Failure> {
 
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
     let owns_vm = match &cli.command {
-        Command::Run(_) | Command::Receive(_) => true,
+        Command::Run(_) | Command::Receive(_) | Command::Restore(_) => true,
         Command::Pager(args) => args.serves(),
         _ => false,
     };
@@ -109,6 +110,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Demo(args) => demo::demo(args, &interrupts),
         Command::Run(args) => run::run(args, cli.detached, &interrupts),
         Command::Receive(args) => receive::receive(args, cli.detached, &interrupts),
+        Command::Restore(args) => restore::restore(args, cli.detached, &interrupts),
         Command::Migrate(args) => migrate::migrate(args, &interrupts),
         Command::List(args) => sockets::list(args, &interrupts),
         Command::Status(args) => status::status(args, &interrupts),

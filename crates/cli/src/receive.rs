@@ -5,7 +5,7 @@ use crate::args::ReceiveArgs;
 use crate::console::Shown;
 use crate::control::options::{limits, plain};
 use crate::control::server::Server;
-use crate::exit::{Exit, Failure, of_listen, of_migration, of_tls};
+use crate::exit::{Exit, Failure, of_listen, of_tls};
 use crate::host::{
     Activity, Answers, Ended, Host, HostService, Jobs, StopRequests, Watch, catch_defect,
     has_switched_over, wait_for_outcome,
@@ -151,7 +151,7 @@ fn listen(args: &ReceiveArgs) -> Result<Arc<Destination>, Failure> {
     };
     Destination::listen(listener, config, turned_away)
         .map(Arc::new)
-        .map_err(|e| Failure::new(of_migration(&e), e.to_string()))
+        .map_err(Failure::from)
 }
 
 /// Waits for a source that offers a VM. Returns `None` if `quit` came over the control socket.
@@ -175,10 +175,10 @@ fn accept(
             }
             // A fault of this host would not go away with another source.
             Err(e) if is_of_this_host(&e) => {
-                return Err(Failure::new(of_migration(&e), e.to_string()));
+                return Err(e.into());
             }
             Err(e) if !goes_on(args, host, interrupts) => {
-                return Err(Failure::new(of_migration(&e), e.to_string()));
+                return Err(e.into());
             }
             Err(e) => notes.say(&format!("turned away a source: {e}; still listening")),
         }
@@ -293,7 +293,7 @@ fn keep(
     if let Some(report) = report.as_ref().filter(|_| shown && !args.json) {
         output::result(&report.table(args.details.verbose));
     }
-    let ended = host.keep(jobs, interrupts)?;
+    let ended = host.keep(jobs, interrupts, None)?;
     if let Some(received) = report.as_mut().and_then(|report| report.received.as_mut()) {
         received.large_mappings = large();
     }

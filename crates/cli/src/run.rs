@@ -1,10 +1,10 @@
 //! `pageferry run`: a VM that can be migrated away.
 
-use crate::args::{ConsoleTarget, KernelArgs, RunArgs};
+use crate::args::{ConsoleTarget, KernelArgs, MetricsArgs, PlaceArgs, RunArgs};
 use crate::console::Shown;
 use crate::control::server::Server;
 use crate::exit::{Exit, Failure};
-use crate::host::{Activity, Ended, Host, HostService};
+use crate::host::{Activity, Ended, Host, HostService, Jobs, check_target};
 use crate::output;
 use crate::signals::Interrupts;
 use crate::vm::{GuestDescription, Vm, check_backing};
@@ -12,7 +12,7 @@ use crate::{detach, size, sockets};
 use pageferry_machine::{Engine, EngineChoice, Linux};
 use pageferry_migration::read_regular_file;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The kernel's command line if the user gives none.
@@ -39,46 +39,123 @@ pub(crate) fn run(args: &RunArgs, detached: bool, interrupts: &Interrupts) -> Re
     guest.workload()?;
     check_backing(&args.backing, &guest, 1)?;
     let backing = args.backing.backing;
-    let (host, jobs) = Host::new();
-    let control = sockets::path_for(args.place.control.as_deref(), args.place.name.as_deref())?;
-    let server = Server::start(&control, Arc::new(HostService(Arc::clone(&host))))?;
-    let _metrics = crate::metrics::serve(&args.metrics, &host)?;
-    let vm = Arc::new(Vm::create(&guest, backing, None)?);
-    let target = match &args.kernel.console {
-        Some(target) => Some(target),
-        None => (!detached).then_some(&ConsoleTarget::Stdio),
-    };
-    let console = match (&kernel, vm.console(), target) {
-        (Some(_), Some(console), Some(target)) => Some(Shown::start(console, target, interrupts)?),
-        _ => None,
-    };
+    if let Some(directory) = &args.snapshot_to {
+        check_target(directory)?;
+    }
+    let owner = Owner::start(&args.place, &args.metrics)?;
+    let vm = Vm::create(&guest, backing, None)?;
     match &kernel {
-        Some(kernel) => vm.boot_linux(&kernel.linux())?,
-        None => vm.boot()?,
+        Some(kernel) => vm.load_linux(&kernel.linux())?,
+        None => vm.load()?,
     }
     // The guest has its own copies.
     drop(kernel);
-    host.set_vm(Some(&vm));
-    host.set_activity(Activity::Here);
-    output::note(&format!(
-        "a VM with {} vCPUs and {} runs on {} ({because}); control socket {}",
-        guest.vcpus,
-        size::human(guest.memory_bytes),
-        guest.engine(),
-        control.display()
-    ));
-    detach::ready(detached, &control, args.place.control.is_none())?;
-    let ended = host.keep(&jobs, interrupts)?;
-    drop(server);
-    drop(console);
-    ended.check()?;
-    if let Some(words) = ended.words() {
-        output::note(words);
+    let keeping = Keeping {
+        console: args.kernel.console.as_ref(),
+        because: &because,
+        snapshot_to: args.snapshot_to.as_deref(),
+        paused: false,
+        detached,
+    };
+    owner.keep(vm, &keeping, interrupts)
+}
+
+/// A process that owns a VM, before it has one. It can be reached over its control socket.
+pub(crate) struct Owner {
+    host: Arc<Host>,
+    jobs: Jobs,
+    control: PathBuf,
+    /// Whether the user named the socket's path.
+    named: bool,
+    server: Server,
+    _metrics: Option<Server>,
+}
+
+/// How a VM is kept.
+pub(crate) struct Keeping<'a> {
+    /// The user's choice of its console.
+    pub(crate) console: Option<&'a ConsoleTarget>,
+    /// The reason for its engine.
+    pub(crate) because: &'a str,
+    /// Where it is saved when somebody asks for its end.
+    pub(crate) snapshot_to: Option<&'a Path>,
+    /// Whether it stays paused at first.
+    pub(crate) paused: bool,
+    /// Whether the process leaves the command that started it.
+    pub(crate) detached: bool,
+}
+
+impl Owner {
+    /// Opens the control socket, and that for metrics.
+    ///
+    /// # Errors
+    /// [`Exit::Address`] if a socket cannot be made.
+    pub(crate) fn start(place: &PlaceArgs, metrics: &MetricsArgs) -> Result<Self, Failure> {
+        let (host, jobs) = Host::new();
+        let control = sockets::path_for(place.control.as_deref(), place.name.as_deref())?;
+        let server = Server::start(&control, Arc::new(HostService(Arc::clone(&host))))?;
+        Ok(Self {
+            _metrics: crate::metrics::serve(metrics, &host)?,
+            host,
+            jobs,
+            control,
+            named: place.control.is_some(),
+            server,
+        })
     }
-    if let Ended::Migrated(arrival) = ended {
-        output::result(&format!("{arrival}\n"));
+
+    /// Runs a loaded VM until it has left, has shut down, or somebody asks for its end.
+    ///
+    /// # Errors
+    /// When the console cannot be shown, or the guest cannot go on.
+    pub(crate) fn keep(
+        self,
+        vm: Vm,
+        how: &Keeping<'_>,
+        interrupts: &Interrupts,
+    ) -> Result<(), Failure> {
+        let vm = Arc::new(vm);
+        let guest = *vm.guest();
+        let target = match how.console {
+            Some(target) => Some(target),
+            None => (!how.detached).then_some(&ConsoleTarget::Stdio),
+        };
+        let is_linux = vm.workload().is_none();
+        let console = match (is_linux, vm.console(), target) {
+            (true, Some(console), Some(target)) => Some(Shown::start(console, target, interrupts)?),
+            _ => None,
+        };
+        if !how.paused {
+            vm.threads().resume();
+        }
+        self.host.set_vm(Some(&vm));
+        self.host.set_activity(Activity::Here);
+        output::note(&format!(
+            "a VM with {} vCPUs and {} {} on {} ({}); control socket {}",
+            guest.vcpus,
+            size::human(guest.memory_bytes),
+            if how.paused { "is paused" } else { "runs" },
+            guest.engine(),
+            how.because,
+            self.control.display()
+        ));
+        detach::ready(how.detached, &self.control, !self.named)?;
+        let ended = self.host.keep(&self.jobs, interrupts, how.snapshot_to)?;
+        drop(self.server);
+        drop(console);
+        ended.check()?;
+        if let Some(words) = ended.words() {
+            output::note(words);
+        }
+        match ended {
+            Ended::Migrated(arrival) => output::result(&format!("{arrival}\n")),
+            Ended::Saved(directory) => {
+                output::result(&format!("the VM was saved to {}\n", directory.display()));
+            }
+            _ => {}
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// The reason why the soft engine runs Linux, which the user asked for by `flag`.

@@ -42,6 +42,7 @@ mod backing;
 mod choice;
 mod console;
 mod delivery;
+mod demand;
 mod device_state;
 #[cfg(feature = "vm-memory")]
 mod devices;

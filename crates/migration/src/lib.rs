@@ -48,6 +48,7 @@ mod phase;
 mod protocol_error;
 mod quota;
 mod report;
+mod saved;
 #[doc(hidden)]
 pub mod session;
 mod settings;
@@ -83,6 +84,7 @@ pub use report::{
     DestinationReport, DeviceFigures, FaultRecord, PageCounts, PassFigures, PhaseStart,
     PrefetchCounts, Protected, SourceReport, StallRow, StallStage, StallTimes,
 };
+pub use saved::{MAX_SAVED_BYTES, SavedVm, Stopped};
 pub use settings::{Change, Settings, SettingsError, Switch};
 pub use source::{
     Checked, Connect, Route, SourceConfig, SourceFailure, SourceSession, SourceVm, URGENT_SPIN,

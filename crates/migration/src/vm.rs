@@ -1,7 +1,8 @@
 //! The VM that a migration moves.
 
+use crate::devices::DeviceStates;
 use crate::error::MigrationError;
-use crate::wire::{Kind, MAX_NAME_BYTES};
+use crate::wire::{Kind, MAX_NAME_BYTES, Setup};
 use pageferry_machine::{Device, Machine, Vcpus};
 use std::sync::Arc;
 
@@ -38,4 +39,65 @@ pub(crate) fn kind_of(machine: &dyn Machine) -> Result<Kind, MigrationError> {
         isa: name("instruction set", kind.isa)?,
         state_format: name("vCPU state format", kind.state_format)?,
     })
+}
+
+/// Checks that a machine is the one that a VM needs. Returns its devices, which wait for their
+/// states.
+///
+/// # Errors
+/// [`MigrationError::Mismatch`] with the first difference.
+pub(crate) fn fits<'a>(
+    setup: &Setup,
+    vm: &RunningVm<'a>,
+) -> Result<DeviceStates<'a>, MigrationError> {
+    let layout = vm.machine.ram().layout();
+    let same_regions = setup.regions.len() == layout.regions().len()
+        && setup
+            .regions
+            .iter()
+            .zip(layout.regions())
+            .all(|(theirs, ours)| {
+                (theirs.slot, theirs.gfn, theirs.pages) == (ours.slot, ours.gfn, ours.pages)
+            });
+    let mismatch = if let Some(mismatch) = mismatch_of(&setup.kind, &kind_of(&**vm.machine)?) {
+        mismatch
+    } else if setup.vcpus as usize != vm.vcpus.count() {
+        format!(
+            "it has {} vCPUs, this machine has {}",
+            setup.vcpus,
+            vm.vcpus.count()
+        )
+    } else if setup.memory_bytes != layout.bytes() {
+        format!(
+            "it has {} bytes of memory, this machine has {}",
+            setup.memory_bytes,
+            layout.bytes()
+        )
+    } else if !same_regions {
+        "its memory regions differ from those of this machine".into()
+    } else {
+        match DeviceStates::due(vm.devices, &setup.devices) {
+            Ok(states) => return Ok(states),
+            Err(mismatch) => mismatch,
+        }
+    };
+    Err(MigrationError::Mismatch(format!(
+        "the offered VM does not fit: {mismatch}"
+    )))
+}
+
+/// The first name in which the offered VM and this machine differ.
+fn mismatch_of(theirs: &Kind, ours: &Kind) -> Option<String> {
+    [
+        ("engine", &theirs.engine, &ours.engine),
+        ("instruction set", &theirs.isa, &ours.isa),
+        (
+            "format of vCPU states",
+            &theirs.state_format,
+            &ours.state_format,
+        ),
+    ]
+    .into_iter()
+    .find(|(_, theirs, ours)| theirs != ours)
+    .map(|(what, theirs, ours)| format!("its {what} is {theirs}, this machine's is {ours}"))
 }

@@ -4,15 +4,11 @@
 //! process. Run it by `cargo run -p pageferry-pager --example lazy_vmm`.
 
 use pageferry_addr::Hva;
-use pageferry_pager::{Pager, Restore, Settings};
+use pageferry_pager::{Pager, Region, Restore, Settings, connect};
 use pageferry_userfault::uffd::{Features, OpenError, RegisterMode, Userfaultfd};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use std::error::Error;
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 /// The size of the guest's memory.
@@ -48,16 +44,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     // SAFETY: the pager's threads resolve the faults and never touch the range. No reference to it
     // exists, and it stays mapped.
     unsafe { uffd.register(Hva(address as u64), BYTES as u64, RegisterMode::MISSING)? };
-    let text = format!(
-        r#"[{{"base_host_virt_addr":{address},"size":{BYTES},"offset":0,"page_size":4096}}]"#
-    );
-    let stream = UnixStream::connect(&socket)?;
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let descriptors = [uffd.as_fd()];
-    ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
-    let parts = [IoSlice::new(text.as_bytes())];
-    sendmsg(&stream, &parts, &mut ancillary, SendFlags::empty())?;
+    let region = Region {
+        address: address as u64,
+        size: BYTES as u64,
+        offset: 0,
+    };
+    let _stream = connect(&socket, &[region], 4096, uffd.as_fd())?;
 
     // The guest.
     let began = Instant::now();

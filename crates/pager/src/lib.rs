@@ -17,6 +17,7 @@
 mod answer;
 mod background;
 mod bits;
+mod connect;
 mod directory;
 mod figures;
 mod handshake;
@@ -36,6 +37,7 @@ mod status;
 mod vm;
 mod vmm;
 
+pub use connect::connect;
 pub use directory::DirectoryError;
 #[doc(hidden)]
 pub use handshake::parse_regions;

@@ -4,15 +4,12 @@
 
 use crate::BenchError;
 use pageferry_addr::{Hva, PAGE_SIZE};
+use pageferry_pager::{Region, connect};
 use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use std::fs::File;
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -163,7 +160,14 @@ impl Restored {
             // A recording is replayed from the handshake on, so that counts.
             let began = Instant::now();
             let connected = match (&uffd, &self.memory) {
-                (Some(uffd), Memory::Pager(socket)) => Some(shake(socket, base, self.bytes, uffd)),
+                (Some(uffd), Memory::Pager(socket)) => {
+                    let region = Region {
+                        address: base as u64,
+                        size: self.bytes,
+                        offset: 0,
+                    };
+                    Some(connect(socket, &[region], PAGE_SIZE, uffd.as_fd()))
+                }
                 _ => None,
             };
             start.wait();
@@ -235,25 +239,6 @@ pub(super) fn working_set(bytes: u64, working_set: u64) -> Vec<u64> {
         }
     }
     set
-}
-
-/// Sends Firecracker's handshake.
-fn shake(
-    socket: &Path,
-    base: usize,
-    bytes: u64,
-    uffd: &Userfaultfd,
-) -> std::io::Result<UnixStream> {
-    let text =
-        format!(r#"[{{"base_host_virt_addr":{base},"size":{bytes},"offset":0,"page_size":4096}}]"#);
-    let stream = UnixStream::connect(socket)?;
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let descriptors = [uffd.as_fd()];
-    ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
-    let parts = [IoSlice::new(text.as_bytes())];
-    sendmsg(&stream, &parts, &mut ancillary, SendFlags::empty())?;
-    Ok(stream)
 }
 
 fn private_bytes() -> Result<u64, BenchError> {

@@ -112,12 +112,14 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
     let mut child = Child::start(args, engine, interrupts)?;
     let mut linux = match &kernel {
         None => {
-            vm.boot()?;
+            vm.load()?;
+            vm.threads().resume();
             None
         }
         Some(kernel) => {
             let linux = linux::Here::listen(&vm, &mut child)?;
-            vm.boot_linux(&kernel.linux())?;
+            vm.load_linux(&kernel.linux())?;
+            vm.threads().resume();
             Some(linux)
         }
     };
@@ -277,7 +279,7 @@ fn move_away(
     feed: &Arc<Feed>,
     interrupts: &Interrupts,
 ) -> Result<SourceReport, Failure> {
-    let session = Arc::new(SourceSession::new().map_err(Failure::of_session)?);
+    let session = Arc::new(SourceSession::new().map_err(Failure::from)?);
     let measured = Arc::clone(&session);
     feed.measure(move || Rates::of(&measured.status()));
     let config = SourceConfig {

@@ -1,18 +1,23 @@
 //! The main thread of a host: it waits for jobs and for the end.
 
+use super::save::save;
 use super::state::{Activity, Host, Jobs};
 use super::wait::{Stop, StopRequests};
 use crate::exit::{Exit, Failure};
+use crate::output;
 use crate::signals::Interrupts;
 use pageferry_machine::{Reset, ResetKind};
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Arc, PoisonError};
 
 /// The end of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
     /// Ctrl-C or `quit`.
     Asked,
+    /// Ctrl-C or `quit`, and the VM was saved to this directory.
+    Saved(PathBuf),
     /// The VM was migrated. The sentence says where it is.
     Migrated(String),
     /// The guest ended itself.
@@ -46,7 +51,7 @@ impl Ended {
     pub(crate) const fn words(&self) -> Option<&'static str> {
         match self {
             Self::Asked => Some("the VM was ended"),
-            Self::Migrated(_) => None,
+            Self::Migrated(_) | Self::Saved(_) => None,
             Self::Reset(Reset { kind, .. }) => Some(match kind {
                 ResetKind::Shutdown => "the guest has shut down",
                 ResetKind::Reboot => "the guest has ended itself by a reboot",
@@ -56,7 +61,8 @@ impl Ended {
 }
 
 impl Host {
-    /// Keeps the VM until it is migrated away or somebody asks for the end.
+    /// Keeps the VM until it is migrated away or somebody asks for the end. Before that end, the VM
+    /// is saved to `snapshot_to`.
     ///
     /// # Errors
     /// When the guest cannot run any further, or the user gave a migration up after the
@@ -65,6 +71,7 @@ impl Host {
         self: &Arc<Self>,
         jobs: &Jobs,
         interrupts: &Interrupts,
+        snapshot_to: Option<&Path>,
     ) -> Result<Ended, Failure> {
         let mut stops = StopRequests::new(interrupts, Some(self));
         loop {
@@ -76,7 +83,15 @@ impl Host {
                 stop => stop.is_some(),
             };
             if self.quits() || asked {
-                return Ok(Ended::Asked);
+                match snapshot_to.filter(|_| self.activity() == Activity::Here) {
+                    None => return Ok(Ended::Asked),
+                    Some(directory) => match self.save(directory, interrupts) {
+                        Ok(()) => return Ok(Ended::Saved(directory.to_owned())),
+                        Err(why) => output::note(&format!("{why}; the VM runs on")),
+                    },
+                }
+                self.forget_quits();
+                stops.forget();
             }
             if let Some(vm) = self.vm() {
                 vm.check_guest()?;
@@ -96,5 +111,22 @@ impl Host {
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(Interrupts::POLL),
             }
         }
+    }
+
+    /// Saves the VM. While it is written and afterwards, nobody changes or resumes it.
+    fn save(&self, directory: &Path, interrupts: &Interrupts) -> Result<(), Failure> {
+        let _busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(vm) = self.vm() else {
+            return Err(Failure::new(Exit::Internal, "there is no VM"));
+        };
+        output::note(&format!("saving the VM to {}", directory.display()));
+        self.set_activity(Activity::Left {
+            to: format!("the snapshot {}", directory.display()),
+        });
+        let saved = save(&vm, directory, interrupts);
+        if saved.is_err() {
+            self.set_activity(Activity::Here);
+        }
+        saved
     }
 }

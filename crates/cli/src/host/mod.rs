@@ -11,6 +11,7 @@
 mod keep;
 mod leave;
 mod recovery;
+mod save;
 mod service;
 mod session_events;
 mod state;
@@ -19,6 +20,7 @@ mod watch;
 
 pub(crate) use keep::Ended;
 pub(crate) use leave::{FINISHING, send_away};
+pub(crate) use save::{MEMORY, STATE, check_target};
 pub(crate) use service::{HostService, VM_STATES};
 pub(crate) use state::{Activity, Host, Jobs};
 pub(crate) use wait::{ABANDONED_AT_SOURCE, Answers, StopRequests, catch_defect, wait_for_outcome};

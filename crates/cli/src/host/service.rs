@@ -278,7 +278,7 @@ impl Host {
         let config = options
             .config(precopy_passes)
             .map_err(|e| Failure::new(Exit::Usage, e))?;
-        let session = Arc::new(SourceSession::new().map_err(Failure::of_session)?);
+        let session = Arc::new(SourceSession::new().map_err(Failure::from)?);
         session.prepare(config.settings);
         let feed = Feed::new();
         let (done, outcome) = channel();

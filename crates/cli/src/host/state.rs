@@ -229,6 +229,11 @@ impl Host {
         self.quits.load(Ordering::Acquire)
     }
 
+    /// Forgets the `quit` requests so far, which could not be fulfilled.
+    pub(super) fn forget_quits(&self) {
+        self.quits.store(0, Ordering::Release);
+    }
+
     /// Counts a `quit`.
     pub(super) fn ask_to_quit(&self) {
         self.quits.fetch_add(1, Ordering::Release);

@@ -232,7 +232,7 @@ fn mode(text: &str) -> Result<u32, String> {
         .ok_or_else(|| format!("'{text}' is no mode: expected octal digits, like 660"))
 }
 
-fn background(text: &str) -> Result<Background, String> {
+pub(crate) fn background(text: &str) -> Result<Background, String> {
     match text {
         "off" => Ok(Background::Off),
         "idle" => Ok(Background::Idle),

@@ -17,8 +17,8 @@ use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::signals::Interrupts;
 use crate::sockets;
-pub(crate) use args::PagerArgs;
 use args::{ApiArgs, EndArgs, PagerCommand, RestoreArgs, RunArgs, ServeArgs, StatusArgs};
+pub(crate) use args::{PagerArgs, background};
 use pageferry_pager::{
     Name, Pager, Phase, RestoreError, Settings, StartError, Status, Stores, Survival,
 };
@@ -203,7 +203,7 @@ fn line(status: &Status) -> String {
     }
 }
 
-fn of_restore(why: &RestoreError) -> Exit {
+pub(crate) fn of_restore(why: &RestoreError) -> Exit {
     match why {
         RestoreError::Source(_) | RestoreError::Recording(_) => Exit::Usage,
         RestoreError::Listen(_) => Exit::Address,

@@ -10,6 +10,8 @@ mod display;
 mod feed;
 mod line;
 mod terminal;
+mod work;
 
 pub(crate) use display::Display;
 pub(crate) use feed::{Feed, Rates, Update};
+pub(crate) use work::with_progress;

@@ -2,9 +2,10 @@
 
 use super::args::{ReadArgs, UnpackArgs};
 use super::failure::{of_chunk, of_unpack};
-use super::{cancelled, open, show, with_progress};
+use super::{cancelled, open, show};
 use crate::exit::{Exit, Failure};
 use crate::output;
+use crate::progress::with_progress;
 use crate::signals::Interrupts;
 use crate::size::human;
 use pageferry_snapshot::{Snapshot, What, write_state};
@@ -31,7 +32,7 @@ pub(super) fn unpack(args: &UnpackArgs, interrupts: &Interrupts) -> Result<(), F
             true => What::Diff,
             false => What::Whole,
         };
-        let (written, took) = with_progress("unpack", interrupts, |progress| {
+        let (written, took) = with_progress("unpack", &|| interrupts.any(), |progress| {
             pageferry_snapshot::unpack(&snapshot, memory, what, progress)
         });
         written
@@ -96,7 +97,7 @@ fn list(names: &[&str]) -> String {
 /// [`Exit::Protocol`] if something is damaged.
 pub(super) fn verify(args: &ReadArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     let snapshot = open(&args.snapshot, &args.bases.paths())?;
-    let (verified, took) = with_progress("verify", interrupts, |progress| {
+    let (verified, took) = with_progress("verify", &|| interrupts.any(), |progress| {
         pageferry_snapshot::verify(&snapshot, progress)
     });
     let verified = verified.ok_or_else(cancelled)?;

@@ -2,9 +2,10 @@
 
 use super::args::{DiffArgs, HowArgs, PackArgs};
 use super::failure::of_pack;
-use super::{open, show, with_progress};
+use super::{open, show};
 use crate::exit::{Exit, Failure};
 use crate::output;
+use crate::progress::with_progress;
 use crate::signals::Interrupts;
 use pageferry_snapshot::{Input, Labels, Options, Snapshot, StateFile, open_input};
 use serde_json::json;
@@ -94,7 +95,7 @@ fn write(
 ) -> Result<(), Failure> {
     let base = options.base.and_then(|base| base.path().parent());
     let base = base.map(Path::to_owned);
-    let (packed, took) = with_progress("pack", interrupts, |progress| {
+    let (packed, took) = with_progress("pack", &|| interrupts.any(), |progress| {
         pageferry_snapshot::pack(input, output, options, progress)
     });
     let figures = packed.map_err(|error| of_pack(&error))?;

@@ -75,25 +75,23 @@ impl Vm {
         })
     }
 
-    /// Writes the guest program into memory and starts it.
+    /// Writes the guest program into memory. The VM stays paused.
     ///
     /// # Errors
     /// When the engine refuses the start state.
-    pub(crate) fn boot(&self) -> Result<(), Failure> {
+    pub(crate) fn load(&self) -> Result<(), Failure> {
         if let Some(workload) = &self.workload {
             self.inner.load(workload.program())?;
         }
-        self.inner.threads.resume();
         Ok(())
     }
 
-    /// Writes a kernel into memory and starts it.
+    /// Writes a kernel into memory. The VM stays paused.
     ///
     /// # Errors
     /// [`Exit::Usage`] if the kernel does not fit, or is for another machine.
-    pub(crate) fn boot_linux(&self, linux: &Linux<'_>) -> Result<(), Failure> {
+    pub(crate) fn load_linux(&self, linux: &Linux<'_>) -> Result<(), Failure> {
         self.inner.load_linux(linux)?;
-        self.inner.threads.resume();
         Ok(())
     }
 

@@ -75,6 +75,15 @@ pub struct Offer {
 }
 
 impl Offer {
+    pub(crate) fn of(setup: &crate::wire::Setup) -> Self {
+        Self {
+            kind: setup.kind.clone(),
+            vcpus: setup.vcpus,
+            memory_bytes: setup.memory_bytes,
+            guest: setup.description.clone(),
+        }
+    }
+
     /// An offer, for tests of what a caller makes of one.
     #[must_use]
     pub const fn new(kind: Kind, vcpus: u32, memory_bytes: u64, guest: Vec<u8>) -> Self {

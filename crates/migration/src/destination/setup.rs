@@ -8,12 +8,11 @@ use super::{Destination, postcopy};
 use crate::clock::monotonic;
 use crate::control::ControlLink;
 use crate::cpus::Pinned;
-use crate::devices::DeviceStates;
 use crate::error::MigrationError;
 use crate::phase::{Observer, Phase};
 use crate::report::DestinationReport;
-use crate::vm::{RunningVm, kind_of};
-use crate::wire::{ErrorCode, ErrorMessage, Frame, Kind, Setup};
+use crate::vm::{RunningVm, fits};
+use crate::wire::{ErrorCode, ErrorMessage, Frame, Setup};
 use rustix::event::{PollFd, PollFlags};
 use std::sync::Arc;
 use std::time::Duration;
@@ -66,12 +65,7 @@ pub(super) fn accept(
     Ok(Incoming {
         host: Arc::clone(host),
         control: Some(candidate.control),
-        offer: Offer {
-            kind: setup.kind.clone(),
-            vcpus: setup.vcpus,
-            memory_bytes: setup.memory_bytes,
-            guest: setup.description.clone(),
-        },
+        offer: Offer::of(&setup),
         setup,
         began: monotonic(),
     })
@@ -165,7 +159,7 @@ impl Incoming {
     ) -> Result<DestinationReport, DestinationFailure> {
         crate::latency::prefer_short_slices();
         observer.phase(Phase::Setup);
-        let fits = self.check_fits(vm);
+        let fits = fits(&self.setup, vm);
         let prepared = fits.and_then(|states| postcopy::prepare(&self, vm, resolver, states));
         // Only now: to choose a delivery, the machine may have measured with vCPUs of its own.
         let pinned = Pinned::to(self.host.config.cpus.as_ref()).map_err(MigrationError::from);
@@ -178,59 +172,4 @@ impl Incoming {
             }
         }
     }
-
-    fn check_fits<'a>(&self, vm: &RunningVm<'a>) -> Result<DeviceStates<'a>, MigrationError> {
-        let layout = vm.machine.ram().layout();
-        let same_regions = self.setup.regions.len() == layout.regions().len()
-            && self
-                .setup
-                .regions
-                .iter()
-                .zip(layout.regions())
-                .all(|(theirs, ours)| {
-                    (theirs.slot, theirs.gfn, theirs.pages) == (ours.slot, ours.gfn, ours.pages)
-                });
-        let mismatch =
-            if let Some(mismatch) = mismatch_of(&self.offer.kind, &kind_of(&**vm.machine)?) {
-                mismatch
-            } else if self.offer.vcpus as usize != vm.vcpus.count() {
-                format!(
-                    "it has {} vCPUs, this machine has {}",
-                    self.offer.vcpus,
-                    vm.vcpus.count()
-                )
-            } else if self.offer.memory_bytes != layout.bytes() {
-                format!(
-                    "it has {} bytes of memory, this machine has {}",
-                    self.offer.memory_bytes,
-                    layout.bytes()
-                )
-            } else if !same_regions {
-                "its memory regions differ from those of this machine".into()
-            } else {
-                match DeviceStates::due(vm.devices, &self.setup.devices) {
-                    Ok(states) => return Ok(states),
-                    Err(mismatch) => mismatch,
-                }
-            };
-        Err(MigrationError::Mismatch(format!(
-            "the offered VM does not fit: {mismatch}"
-        )))
-    }
-}
-
-/// The first name in which the offered VM and this machine differ.
-fn mismatch_of(theirs: &Kind, ours: &Kind) -> Option<String> {
-    [
-        ("engine", &theirs.engine, &ours.engine),
-        ("instruction set", &theirs.isa, &ours.isa),
-        (
-            "format of vCPU states",
-            &theirs.state_format,
-            &ours.state_format,
-        ),
-    ]
-    .into_iter()
-    .find(|(_, theirs, ours)| theirs != ours)
-    .map(|(what, theirs, ours)| format!("its {what} is {theirs}, this machine's is {ours}"))
 }

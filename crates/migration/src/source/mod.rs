@@ -57,6 +57,7 @@ mod model;
 pub use check::{Checked, check};
 pub use commands::SourceSession;
 pub use config::{Connect, Route, SourceConfig, SourceFailure, SourceVm};
+pub(crate) use setup::offer;
 pub use urgent::URGENT_SPIN;
 
 use self::recovery::Channels;
@@ -150,7 +151,8 @@ fn attempts(
     // A page that is missing here has no bytes to send.
     let whole = vm.machine.ram().check_whole();
     whole.map_err(|error| failed(error.into()))?;
-    let offer = setup::offer(vm, guest, config).map_err(failed)?;
+    let channels = [config.bulk_channels, config.urgent_channels];
+    let offer = offer(vm, guest, channels).map_err(failed)?;
     loop {
         let outcome = attempt(vm, route, &offer, config, session, observer);
         let busy = matches!(

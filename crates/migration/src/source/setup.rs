@@ -25,10 +25,10 @@ pub(super) fn channel_ids(config: &SourceConfig) -> impl Iterator<Item = Channel
 }
 
 /// Describes the VM that the destination must build.
-pub(super) fn offer(
+pub(crate) fn offer(
     vm: &RunningVm<'_>,
     guest: &[u8],
-    config: &SourceConfig,
+    [bulk_channels, urgent_channels]: [u16; 2],
 ) -> Result<Setup, MigrationError> {
     let layout = vm.machine.ram().layout();
     let regions = layout.regions().iter();
@@ -46,8 +46,8 @@ pub(super) fn offer(
             .collect(),
         devices: devices::announce(vm.devices)?,
         description: guest.to_vec(),
-        bulk_channels: config.bulk_channels,
-        urgent_channels: config.urgent_channels,
+        bulk_channels,
+        urgent_channels,
     };
     setup.check()?;
     Ok(setup)

@@ -1,0 +1,122 @@
+//! `pageferry restore`: a VM that `run --snapshot-to` saved starts again before its memory is read.
+//!
+//! **Guarantee.** It runs as it was saved. Its directory is only read, so several VMs may start from
+//! one.
+//!
+//! **Mechanism.** The VM has private memory that a userfaultfd serves. A pager in this process, or
+//! one that the user names, brings each page when it is touched.
+
+use crate::args::RestoreArgs;
+use crate::exit::{Exit, Failure};
+use crate::host::{MEMORY, STATE, check_target};
+use crate::pager::of_restore;
+use crate::run::{Keeping, Owner};
+use crate::signals::Interrupts;
+use crate::sockets;
+use crate::vm::{GuestDescription, Vm, check_backing};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_machine::Backing;
+use pageferry_migration::{MAX_SAVED_BYTES, SavedVm, read_regular_file};
+use pageferry_pager::{Name, Pager, Region, Restore, Settings, connect};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+/// `pageferry restore`: starts a saved VM, whose memory comes when it is touched.
+///
+/// # Errors
+/// The reason why the VM does not run.
+pub(crate) fn restore(
+    args: &RestoreArgs,
+    detached: bool,
+    interrupts: &Interrupts,
+) -> Result<(), Failure> {
+    let path = args.directory.join(STATE);
+    let unusable = |exit, why: &dyn std::fmt::Display| {
+        let path = path.display();
+        Failure::new(exit, format!("cannot restore from {path}: {why}"))
+    };
+    let bytes =
+        read_regular_file(&path, MAX_SAVED_BYTES).map_err(|why| unusable(Exit::Usage, &why))?;
+    let saved = SavedVm::decode(&bytes).map_err(|why| unusable(Exit::Protocol, &why))?;
+    let guest = GuestDescription::of_offer(&saved.offer())?;
+    check_backing(&args.backing(), &guest, 1)?;
+    if let Some(target) = &args.snapshot_to {
+        check_target(target)?;
+    }
+    let owner = Owner::start(&args.place, &args.metrics)?;
+    let vm = Vm::create(&guest, Backing::Anonymous, None)?;
+    // Before its VM ends, the pager must not.
+    let memory = Memory::start(args, &vm)?;
+    saved.load(&vm.running())?;
+    let keeping = Keeping {
+        console: args.console.as_ref(),
+        because: "as when it was saved",
+        snapshot_to: args.snapshot_to.as_deref(),
+        paused: saved.is_paused(),
+        detached,
+    };
+    let kept = owner.keep(vm, &keeping, interrupts);
+    drop(memory);
+    kept
+}
+
+/// The memory of a restored VM.
+struct Memory {
+    _stream: UnixStream,
+    /// The pager in this process, and its directory.
+    own: Option<(Pager, PathBuf)>,
+}
+
+impl Memory {
+    /// Lets a pager serve all memory of a VM that has not run yet.
+    fn start(args: &RestoreArgs, vm: &Vm) -> Result<Self, Failure> {
+        let ram = vm.running().machine.ram();
+        let uffd = ram.demand()?;
+        let region = Region {
+            address: ram.guest_hva(RamPage(0)).0,
+            size: vm.memory_bytes(),
+            offset: 0,
+        };
+        let ask = |socket: &Path| {
+            connect(socket, &[region], PAGE_SIZE, uffd.as_fd()).map_err(|why| {
+                let socket = socket.display();
+                Failure::new(Exit::Address, format!("no pager at {socket}: {why}"))
+            })
+        };
+        if let Some(socket) = &args.pager {
+            let _stream = ask(socket)?;
+            return Ok(Self { _stream, own: None });
+        }
+        let directory = sockets::path_for(None, Some(&format!("restore-{}", std::process::id())))?;
+        let settings = Settings {
+            directory: directory.clone(),
+            ..Settings::default()
+        };
+        let internal = |why: &dyn std::fmt::Display| Failure::new(Exit::Internal, why.to_string());
+        let pager = Pager::start(settings).map_err(|why| internal(&why))?;
+        let socket = directory.join("socket");
+        let mut restore = Restore::new(args.directory.join(MEMORY), &socket);
+        restore.background = args.background;
+        restore.record.clone_from(&args.record);
+        restore.replay.clone_from(&args.replay);
+        let name: Name = "vm".parse().map_err(|why| internal(&why))?;
+        let begun = pager.restore(&name, restore);
+        begun.map_err(|why| Failure::new(of_restore(&why), why.to_string()))?;
+        let _stream = ask(&socket)?;
+        Ok(Self {
+            _stream,
+            own: Some((pager, directory)),
+        })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if let Some((pager, directory)) = self.own.take() {
+            drop(pager);
+            // Its VM has ended, so nobody takes it up.
+            let _ = std::fs::remove_dir_all(directory);
+        }
+    }
+}
