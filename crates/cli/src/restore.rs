@@ -17,10 +17,13 @@ use crate::vm::{GuestDescription, Vm, check_backing};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::Backing;
 use pageferry_migration::{MAX_SAVED_BYTES, SavedVm, read_regular_file};
-use pageferry_pager::{Name, Pager, Region, Restore, Settings, connect};
+use pageferry_pager::{Name, Pager, Phase, Region, Restore, Settings, Status, connect};
+use pageferry_userfault::uffd::Userfaultfd;
+use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// `pageferry restore`: starts a saved VM, whose memory comes when it is touched.
 ///
@@ -63,30 +66,47 @@ pub(crate) fn restore(
 
 /// The memory of a restored VM.
 struct Memory {
-    _stream: UnixStream,
-    /// The pager in this process, and its directory.
-    own: Option<(Pager, PathBuf)>,
+    /// The next pager takes it out of this process.
+    uffd: Userfaultfd,
+    stream: Option<UnixStream>,
+    own: Option<Own>,
+}
+
+/// A pager in this process.
+struct Own {
+    pager: Pager,
+    directory: PathBuf,
 }
 
 impl Memory {
     /// Lets a pager serve all memory of a VM that has not run yet.
     fn start(args: &RestoreArgs, vm: &Vm) -> Result<Self, Failure> {
         let ram = vm.running().machine.ram();
-        let uffd = ram.demand()?;
+        let mut memory = Self {
+            uffd: ram.demand()?,
+            stream: None,
+            own: None,
+        };
         let region = Region {
             address: ram.guest_hva(RamPage(0)).0,
             size: vm.memory_bytes(),
             offset: 0,
         };
-        let ask = |socket: &Path| {
+        let ask = |socket: &Path, uffd: &Userfaultfd| {
             connect(socket, &[region], PAGE_SIZE, uffd.as_fd()).map_err(|why| {
                 let socket = socket.display();
                 Failure::new(Exit::Address, format!("no pager at {socket}: {why}"))
             })
         };
         if let Some(socket) = &args.pager {
-            let _stream = ask(socket)?;
-            return Ok(Self { _stream, own: None });
+            let stream = ask(socket, &memory.uffd)?;
+            if let Some(why) = refusal(&stream) {
+                let socket = socket.display();
+                let why = format!("the pager at {socket} refuses the VM: {why}");
+                return Err(Failure::new(Exit::Refused, why));
+            }
+            memory.stream = Some(stream);
+            return Ok(memory);
         }
         let directory = sockets::path_for(None, Some(&format!("restore-{}", std::process::id())))?;
         let settings = Settings {
@@ -96,27 +116,56 @@ impl Memory {
         let internal = |why: &dyn std::fmt::Display| Failure::new(Exit::Internal, why.to_string());
         let pager = Pager::start(settings).map_err(|why| internal(&why))?;
         let socket = directory.join("socket");
-        let mut restore = Restore::new(args.directory.join(MEMORY), &socket);
+        let own = memory.own.insert(Own { pager, directory });
+        let file = args.directory.join(MEMORY);
+        let mut restore = Restore::new(&file, &socket);
         restore.background = args.background;
         restore.record.clone_from(&args.record);
         restore.replay.clone_from(&args.replay);
         let name: Name = "vm".parse().map_err(|why| internal(&why))?;
-        let begun = pager.restore(&name, restore);
+        let begun = own.pager.restore(&name, restore);
         begun.map_err(|why| Failure::new(of_restore(&why), why.to_string()))?;
-        let _stream = ask(&socket)?;
-        Ok(Self {
-            _stream,
-            own: Some((pager, directory)),
-        })
+        memory.stream = Some(ask(&socket, &memory.uffd)?);
+        loop {
+            match own.pager.status(&name) {
+                Some(Status {
+                    phase: Phase::Waiting,
+                    fault: None,
+                    ..
+                }) => std::thread::sleep(Duration::from_millis(1)),
+                Some(status) if status.phase == Phase::Serving => return Ok(memory),
+                status => {
+                    let fault = status.and_then(|status| status.fault);
+                    let (file, why) = (file.display(), fault.unwrap_or_default());
+                    let why = format!("cannot restore from {file}: {why}");
+                    return Err(Failure::new(Exit::Protocol, why));
+                }
+            }
+        }
     }
 }
 
-impl Drop for Memory {
-    fn drop(&mut self) {
-        if let Some((pager, directory)) = self.own.take() {
-            drop(pager);
-            // Its VM has ended, so nobody takes it up.
-            let _ = std::fs::remove_dir_all(directory);
+/// The reason for which a pager has refused the VM. One that serves it says nothing, and a late
+/// refusal leaves the VM waiting for its first page.
+fn refusal(stream: &UnixStream) -> Option<String> {
+    let limit = Duration::from_millis(200);
+    stream.set_read_timeout(Some(limit)).ok()?;
+    let mut answer = [0; 4096];
+    match (&*stream).read(&mut answer) {
+        Ok(0) => Some("it closed the connection".to_owned()),
+        Ok(len) => {
+            let text = String::from_utf8_lossy(&answer[..len]);
+            let value = serde_json::from_str::<serde_json::Value>(&text).ok();
+            let why = value.as_ref().and_then(|value| value["error"].as_str());
+            Some(why.unwrap_or(&text).escape_debug().to_string())
         }
+        Err(_) => None,
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        // Its VM has ended, so nobody takes it up.
+        let _ = std::fs::remove_dir_all(&self.directory);
     }
 }

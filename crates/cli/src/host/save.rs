@@ -69,6 +69,7 @@ fn make(directory: &Path) -> io::Result<()> {
 pub(crate) fn save(vm: &Vm, directory: &Path, interrupts: &Interrupts) -> Result<(), Failure> {
     let stopped = Stopped::new(vm.running())?;
     let fresh = unfinished(directory);
+    make(&fresh).map_err(|why| failed(&fresh, &why))?;
     let written = write(vm, &stopped, &fresh, interrupts).and_then(|()| {
         let moved = rename_new(&fresh, directory);
         moved.map_err(|why| failed(directory, &why))
@@ -108,7 +109,6 @@ fn write(
     interrupts: &Interrupts,
 ) -> Result<(), Failure> {
     let io = |why: io::Error| failed(fresh, &why);
-    make(fresh).map_err(io)?;
     let states = stopped.save(&vm.guest().to_bytes())?;
     let states = states.encode()?;
     let file = File::create_new(fresh.join(STATE)).map_err(io)?;

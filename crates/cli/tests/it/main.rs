@@ -37,6 +37,7 @@ mod paused;
 mod peers;
 mod progress;
 mod recovery;
+mod restore;
 mod schedules;
 #[cfg(target_arch = "x86_64")]
 mod service_filter;

@@ -23,6 +23,7 @@ mod prefetch;
 mod recorded;
 mod recovery;
 mod recovery_figures;
+mod saved;
 mod scripted;
 mod sessions;
 mod shortage;

@@ -1,0 +1,15 @@
+//! The states of a VM on disk. Frames of the wire format have checksums, which a file is given too.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use pageferry_migration::SavedVm;
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut file = b"PFSAVED\x01".to_vec();
+    file.extend_from_slice(bytes);
+    for bytes in [bytes, &file] {
+        if let Ok(saved) = SavedVm::decode(bytes) {
+            assert_eq!(saved.encode().expect("it was decoded"), bytes);
+        }
+    }
+});
