@@ -7,6 +7,7 @@
 //! Several threads read the blocks, each from its first to its last recorded page, and place the
 //! recorded pages only. Loading all goes through the pages in order.
 
+use crate::events::Happened;
 use crate::options::Background;
 use crate::recording::Recording;
 use crate::vm::Vm;
@@ -38,12 +39,25 @@ pub(crate) fn start(vm: &Arc<Vm>, recording: Option<Recording>) {
     let spawned = thread.spawn(move || {
         if let Some(recording) = recording {
             replay(&own, &recording);
+            let pages = own.figures.replayed.get();
+            tell(&own, Happened::Replayed { pages });
         }
-        load_all(&own);
+        if own.restore.background != Background::Off {
+            load_all(&own);
+            let pages = own.figures.background.get();
+            tell(&own, Happened::Loaded { pages });
+        }
     });
     if let Err(why) = spawned {
         // Faults bring the pages all the same.
         tracing::warn!(restore = %vm.name, "no thread to load pages: {why}");
+    }
+}
+
+/// Tells of the end of some work, unless the VM or the pager has ended before it.
+fn tell(vm: &Vm, happened: Happened) {
+    if !vm.stop.is_asked() {
+        vm.events.add(&vm.name, happened);
     }
 }
 
@@ -125,7 +139,7 @@ fn load_block(vm: &Vm, pages: &[u64], buffer: &mut Vec<u8>) -> bool {
     for run in placed.chunk_by(|a, b| a + 1 == *b) {
         let run = run[0]..run[run.len() - 1] + 1;
         match vm.place_all(run.clone(), Some(&buffer[at(run.start)..at(run.end)])) {
-            Some(fresh) => vm.figures.replayed.add(fresh),
+            Some(fresh) => vm.figures.replayed(fresh),
             None => return false,
         }
     }
@@ -202,7 +216,7 @@ fn load_all(vm: &Vm) {
             Some(&buffer[..])
         };
         match vm.place_all(run, contents) {
-            Some(fresh) => vm.figures.background.add(fresh),
+            Some(fresh) => vm.figures.loaded(fresh),
             None => return,
         }
     }

@@ -1,26 +1,17 @@
 //! The cost of a served VM so far: counts, and the times of its faults.
 
+use crate::timeline::{Came, Timeline};
 use hdrhistogram::Histogram;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-
-/// How a fault was answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// A page of zeros, without a read.
-    Zero,
-    /// The bytes were at hand.
-    AtHand,
-    /// The source was slow.
-    Read,
-}
 
 /// The counts of a VM. Each is plain: nothing is read because of it.
 #[derive(Debug)]
 pub(crate) struct Figures {
-    /// Times of faults in nanoseconds, by [`Way`].
+    /// Times of faults in nanoseconds, by the first kinds of [`Came`].
     times: [Mutex<Histogram<u64>>; 3],
+    pub(crate) timeline: Arc<Timeline>,
     /// Pages placed because a neighbour was touched.
     pub(crate) neighbours: Count,
     /// Pages placed because of a recording.
@@ -57,6 +48,7 @@ impl Figures {
         let histogram = || Mutex::new(Histogram::new(2).expect("2 digits are allowed"));
         Self {
             times: [histogram(), histogram(), histogram()],
+            timeline: Arc::new(Timeline::new()),
             neighbours: Count::default(),
             replayed: Count::default(),
             background: Count::default(),
@@ -68,14 +60,27 @@ impl Figures {
     }
 
     /// A fault was answered after this time.
-    pub(crate) fn answered(&self, way: Way, took: Duration) {
+    pub(crate) fn answered(&self, way: Came, took: Duration) {
+        self.timeline.add(way, 1);
         let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         let mut times = self.times(way);
         // An automatic histogram has no largest value, but for its memory.
         let _ = times.record(nanoseconds);
     }
 
-    pub(crate) fn times(&self, way: Way) -> std::sync::MutexGuard<'_, Histogram<u64>> {
+    /// A recording brought pages.
+    pub(crate) fn replayed(&self, pages: u64) {
+        self.replayed.add(pages);
+        self.timeline.add(Came::Replayed, pages);
+    }
+
+    /// Pages came in the background.
+    pub(crate) fn loaded(&self, pages: u64) {
+        self.background.add(pages);
+        self.timeline.add(Came::Background, pages);
+    }
+
+    pub(crate) fn times(&self, way: Came) -> std::sync::MutexGuard<'_, Histogram<u64>> {
         let times = &self.times[way as usize];
         times.lock().unwrap_or_else(PoisonError::into_inner)
     }

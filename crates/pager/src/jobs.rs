@@ -5,7 +5,7 @@
 //! read. No fault is lost: each is in `waiting` until its page is placed.
 
 use crate::answer::Placed;
-use crate::figures::Way;
+use crate::timeline::Came;
 use crate::vm::{Vm, locked};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -152,7 +152,7 @@ fn step(vm: &Vm, buffer: &mut Vec<u8>) -> bool {
         if !settle(vm, page) {
             break;
         }
-        vm.figures.answered(Way::Read, arrived.elapsed());
+        vm.figures.answered(Came::Read, arrived.elapsed());
     }
     true
 }

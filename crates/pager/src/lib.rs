@@ -19,6 +19,7 @@ mod background;
 mod bits;
 mod connect;
 mod directory;
+mod events;
 mod figures;
 mod handshake;
 mod jobs;
@@ -34,11 +35,13 @@ mod serve;
 mod shared;
 mod source;
 mod status;
+mod timeline;
 mod vm;
 mod vmm;
 
 pub use connect::connect;
 pub use directory::DirectoryError;
+pub use events::{Event, Happened};
 #[doc(hidden)]
 pub use handshake::parse_regions;
 pub use handshake::{Handshake, HandshakeError, MAX_HANDSHAKE_BYTES, MAX_REGIONS};
@@ -51,3 +54,4 @@ pub use regions::Region;
 pub use source::open as open_source;
 pub use source::{FileSource, PackedSource, Source, SourceError, Store, Stores};
 pub use status::{Latency, Phase, Status, Survival, VmStatus};
+pub use timeline::{Came, Timeline};

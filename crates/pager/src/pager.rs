@@ -1,6 +1,7 @@
 //! [`Pager`]: the restores of a process.
 
 use crate::directory::{Directory, DirectoryError, Record};
+use crate::events::Event;
 use crate::listen::ListenError;
 use crate::name::Name;
 use crate::options::Restore;
@@ -183,6 +184,7 @@ impl Pager {
                 keeper: settings.keeper,
                 may_not_take: settings.may_not_take,
                 stores: settings.stores,
+                events: Arc::default(),
             }),
             restores: Mutex::default(),
         };
@@ -317,6 +319,14 @@ impl Pager {
     #[must_use]
     pub fn status(&self, name: &Name) -> Option<Status> {
         self.entry(name).map(|entry| entry.status())
+    }
+
+    /// The events behind number `after`, 0 for the first: at most the last 4096. If there is none
+    /// yet, it waits for the next, at most `limit`. A few callers may wait at once; another gets
+    /// its answer without a wait.
+    #[must_use]
+    pub fn events_after(&self, after: u64, limit: Duration) -> Vec<Event> {
+        self.common.events.after(after, limit)
     }
 
     /// All restores by name, and the last ones that have ended.

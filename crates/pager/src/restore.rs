@@ -6,6 +6,7 @@
 
 use crate::background;
 use crate::directory::{Directory, Memory, Record};
+use crate::events::{Events, Happened};
 use crate::handshake::{Handshake, HandshakeError};
 use crate::listen::listen_at;
 use crate::name::Name;
@@ -37,6 +38,7 @@ pub(crate) struct Common {
     pub(crate) keeper: Option<Box<dyn Keeper>>,
     pub(crate) may_not_take: bool,
     pub(crate) stores: Stores,
+    pub(crate) events: Arc<Events>,
 }
 
 impl Common {
@@ -90,6 +92,7 @@ impl Entry {
         fault: Option<String>,
         common: Arc<Common>,
     ) -> Result<Arc<Self>, Errno> {
+        common.events.add(&name, Happened::Waiting);
         Self::with(name, restore, State::Waiting { fault }, common)
     }
 
@@ -158,6 +161,9 @@ impl Entry {
             (Err(_), _) if vmm.has_ended() => return Ok(None),
             (Err(why), _) | (_, Err(why)) => {
                 tracing::error!(restore = %name, "its VM cannot be served again: {why}");
+                common
+                    .events
+                    .add(name, Happened::Failed { why: why.clone() });
                 if restore.on_loss == OnLoss::Kill {
                     // It may have ended meanwhile.
                     let _ = vmm.signal(Signal::KILL);
@@ -187,6 +193,7 @@ impl Entry {
             survival,
             stop.clone(),
             common.directory.clone(),
+            common.events.clone(),
         ));
         recover(&vm, &mut ring);
         wake_all(&vm);
@@ -203,17 +210,31 @@ impl Entry {
                     self.leave();
                     return;
                 };
+                self.tell_serving(&vm, false);
                 background::start(&vm, prepared.recording);
                 self.serve(&vm, &mut ring);
                 // Firecracker keeps its end for its whole life: its end would be ours.
                 drop(connection);
             }
             Begin::Serve { vm, mut ring } => {
+                self.tell_serving(&vm, true);
                 background::start(&vm, None);
                 self.serve(&vm, &mut ring);
             }
             Begin::Nothing => {}
         }
+    }
+
+    fn tell(&self, happened: Happened) {
+        self.common.events.add(&self.name, happened);
+    }
+
+    fn tell_serving(&self, vm: &Vm, taken_over: bool) {
+        self.tell(Happened::Serving {
+            pid: vm.vmm.identity.pid,
+            pages: vm.regions.pages(),
+            taken_over,
+        });
     }
 
     fn serve(&self, vm: &Arc<Vm>, ring: &mut Ring) {
@@ -236,6 +257,7 @@ impl Entry {
             }
             End::Failed(fault) => {
                 tracing::error!(restore = %self.name, "{fault}");
+                self.tell(Happened::Failed { why: fault.clone() });
                 let vmm = Vmm::again(vm.vmm.identity);
                 self.become_(match vmm {
                     Ok(vmm) => State::Failed { fault, vmm },
@@ -266,7 +288,12 @@ impl Entry {
     }
 
     fn become_(&self, state: State) {
-        *locked(&self.state) = state;
+        let mut now = locked(&self.state);
+        if matches!(state, State::Ended(_)) && !matches!(*now, State::Ended(_)) {
+            self.tell(Happened::Ended);
+        }
+        *now = state;
+        drop(now);
         self.changed.notify_all();
     }
 
@@ -301,6 +328,7 @@ impl Entry {
                 let fault = refusal.to_string();
                 tracing::error!(restore = %self.name, "handshake refused: {fault}");
                 answer(connection.as_fd(), &fault);
+                self.tell(Happened::Refused { why: fault.clone() });
                 self.become_(State::Waiting { fault: Some(fault) });
             }
             record.vmm = None;
@@ -388,6 +416,7 @@ impl Entry {
             survival,
             self.stop.clone(),
             directory.clone(),
+            self.common.events.clone(),
         );
         Ok((Arc::new(vm), ring))
     }

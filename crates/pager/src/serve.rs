@@ -5,10 +5,10 @@
 //! The thread itself never waits for a source.
 
 use crate::answer::Placed;
-use crate::figures::Way;
 use crate::jobs::Jobs;
 use crate::shared::Ring;
 use crate::source::SourceError;
+use crate::timeline::Came;
 use crate::vm::Vm;
 use pageferry_addr::Hva;
 use pageferry_userfault::uffd::{Event, MESSAGE_BYTES, ReadError, Wake, decode_message};
@@ -185,15 +185,15 @@ fn answer(vm: &Arc<Vm>, fault: &Fault, buffer: &mut Vec<u8>) -> Placed {
     let page_bytes = vm.regions.page_bytes();
     let (_, offset) = vm.regions.place_of(page);
     let (way, how) = if is_removed {
-        (Way::Zero, vm.place_removed(page))
+        (Came::Zero, vm.place_removed(page))
     } else if vm.source.is_zero(offset, page_bytes) {
-        (Way::Zero, zeros(vm, page))
+        (Came::Zero, zeros(vm, page))
     } else {
         match at_hand(vm, page, buffer) {
             Ok(Some(around)) => {
                 let attempt = vm.place(around, Some(buffer));
                 vm.figures.neighbours.add(attempt.fresh.saturating_sub(1));
-                (Way::AtHand, attempt.how)
+                (Came::AtHand, attempt.how)
             }
             Ok(None) => {
                 vm.touched(page);
@@ -215,7 +215,7 @@ fn answer(vm: &Arc<Vm>, fault: &Fault, buffer: &mut Vec<u8>) -> Placed {
         return Placed::Changing(page);
     }
     vm.touched(page);
-    if way == Way::AtHand {
+    if way == Came::AtHand {
         vm.source_works();
     }
     vm.figures.answered(way, fault.arrived.elapsed());

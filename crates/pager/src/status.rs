@@ -1,9 +1,10 @@
 //! A restore as users see it. As JSON it is the answer of `GET /restores/{id}`.
 
-use crate::figures::Way;
 use crate::options::Restore;
+use crate::timeline::{Came, Timeline};
 use crate::vm::Vm;
 use serde::Serialize;
+use std::sync::Arc;
 
 /// The state of a restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -109,6 +110,9 @@ pub struct VmStatus {
     pub at_hand_faults: Latency,
     /// Faults that waited for the source.
     pub read_faults: Latency,
+    /// When its pages came.
+    #[serde(skip)]
+    pub timeline: Option<Arc<Timeline>>,
 }
 
 impl VmStatus {
@@ -143,9 +147,10 @@ impl VmStatus {
             waiting: vm.jobs.waiting() as u64,
             source_errors: figures.source_errors.get(),
             repeated: figures.repeated.get(),
-            zero_faults: latency(Way::Zero),
-            at_hand_faults: latency(Way::AtHand),
-            read_faults: latency(Way::Read),
+            zero_faults: latency(Came::Zero),
+            at_hand_faults: latency(Came::AtHand),
+            read_faults: latency(Came::Read),
+            timeline: Some(Arc::clone(&figures.timeline)),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::answer::Placed;
 use crate::directory::Directory;
+use crate::events::{Events, Happened};
 use crate::figures::Figures;
 use crate::jobs::Jobs;
 use crate::name::Name;
@@ -83,6 +84,7 @@ pub(crate) struct Vm {
     pub(crate) stop: Arc<Stop>,
     /// Whether its memory needs no pager any more. It is set before `stop` is asked.
     pub(crate) released: AtomicBool,
+    pub(crate) events: Arc<Events>,
     /// The lock of the directory is held as long as a thread may place a page.
     _directory: Arc<Directory>,
     began: Instant,
@@ -103,6 +105,7 @@ impl Vm {
         survival: Survival,
         stop: Arc<Stop>,
         directory: Arc<Directory>,
+        events: Arc<Events>,
     ) -> Self {
         Self {
             name,
@@ -121,6 +124,7 @@ impl Vm {
             survival,
             stop,
             released: AtomicBool::new(false),
+            events,
             _directory: directory,
             began: Instant::now(),
             last_fault: AtomicU64::new(0),
@@ -166,7 +170,12 @@ impl Vm {
                 tracing::error!(restore = %self.name, "cannot signal the VMM: {errno}");
             }
         }
-        *loss = Some(why.to_string());
+        let why = why.to_string();
+        if loss.as_ref() != Some(&why) {
+            self.events
+                .add(&self.name, Happened::Lost { why: why.clone() });
+        }
+        *loss = Some(why);
     }
 
     /// A read has succeeded. A VM that was paused stays so: its operator resumes it.
@@ -174,6 +183,7 @@ impl Vm {
         let mut loss = locked(&self.loss);
         if loss.take().is_some() {
             tracing::warn!(restore = %self.name, "the source can be read again");
+            self.events.add(&self.name, Happened::Found);
         }
     }
 
@@ -196,8 +206,11 @@ impl Vm {
     pub(crate) fn host_refused(&self, why: &RangeError) {
         let mut loss = locked(&self.loss);
         if loss.is_none() {
+            let why = why.to_string();
             tracing::error!(restore = %self.name, "{why}");
-            *loss = Some(why.to_string());
+            self.events
+                .add(&self.name, Happened::Lost { why: why.clone() });
+            *loss = Some(why);
         }
     }
 

@@ -6,9 +6,13 @@
 use super::text;
 use pageferry_pager::{EndError, Name, Pager, Restore, RestoreError};
 use serde_json::{Value, json};
+use std::time::Duration;
 
 /// The longest body of a request.
 pub(crate) const MAX_BODY_BYTES: usize = 64 << 10;
+
+/// The longest wait for an event.
+const WAIT: Duration = Duration::from_secs(10);
 
 /// An answer: a code of HTTP, and a body.
 #[derive(Debug)]
@@ -24,6 +28,10 @@ pub(crate) enum Body {
     Json(Value),
     /// Metrics in Prometheus's text format.
     Metrics(String),
+    /// JSON objects, one a line.
+    Lines(String),
+    /// A page.
+    Html(String),
 }
 
 impl Answer {
@@ -53,15 +61,64 @@ pub(crate) fn handle(pager: &Pager, method: &str, target: &str, body: &[u8]) -> 
             code: 200,
             body: Body::Metrics(text::metrics(&pager.list())),
         },
-        (_, "/restores" | "/metrics", _) => Answer::refusal(405, "only GET is served here"),
+        ("GET", "/events", _) => events(pager, query),
+        (_, "/restores" | "/metrics" | "/events", _) => {
+            Answer::refusal(405, "only GET is served here")
+        }
+        (_, _, Some(rest)) if rest.ends_with("/report") => {
+            match rest.trim_end_matches("/report").parse::<Name>() {
+                Ok(_) if method != "GET" => Answer::refusal(405, "only GET is served here"),
+                Ok(name) => report(pager, &name),
+                Err(why) => Answer::refusal(400, why),
+            }
+        }
         (_, _, Some(name)) => match name.parse::<Name>() {
             Ok(name) => named(pager, method, &name, query, body),
             Err(why) => Answer::refusal(400, why),
         },
         _ => Answer::refusal(
             404,
-            "there is nothing at this path: expected /restores, /restores/NAME or /metrics",
+            "there is nothing at this path: expected /restores, /restores/NAME, \
+             /restores/NAME/report, /events or /metrics",
         ),
+    }
+}
+
+/// The events behind a number, as soon as there is one.
+fn events(pager: &Pager, query: &str) -> Answer {
+    let (after, wait) = match query {
+        "" => (Ok(0), Duration::ZERO),
+        query => (
+            query.strip_prefix("after=").unwrap_or_default().parse(),
+            WAIT,
+        ),
+    };
+    let Ok(after) = after else {
+        return Answer::refusal(400, "the query: expected after=NUMBER");
+    };
+    let lines = pager.events_after(after, wait).into_iter().map(|event| {
+        let line = serde_json::to_string(&event)?;
+        Ok::<_, serde_json::Error>(line + "\n")
+    });
+    match lines.collect::<Result<String, _>>() {
+        Ok(lines) => Answer {
+            code: 200,
+            body: Body::Lines(lines),
+        },
+        Err(why) => Answer::refusal(500, why),
+    }
+}
+
+fn report(pager: &Pager, name: &Name) -> Answer {
+    let Some(status) = pager.status(name) else {
+        return Answer::refusal(404, EndError::Absent(name.clone()));
+    };
+    match super::report::page(&status) {
+        Ok(page) => Answer {
+            code: 200,
+            body: Body::Html(page),
+        },
+        Err(why) => Answer::refusal(500, why),
     }
 }
 
@@ -151,7 +208,7 @@ mod tests {
             let value = match answer.body {
                 Body::Empty => Value::Null,
                 Body::Json(value) => value,
-                Body::Metrics(text) => text.into(),
+                Body::Metrics(text) | Body::Lines(text) | Body::Html(text) => text.into(),
             };
             (answer.code, value)
         }
@@ -303,7 +360,14 @@ mod tests {
         let served = Served::start("paths");
         let document = document();
         let documented = keys(&document["paths"]);
-        let expected = ["/metrics", "/restores", "/restores/{id}"].map(str::to_owned);
+        let expected = [
+            "/events",
+            "/metrics",
+            "/restores",
+            "/restores/{id}",
+            "/restores/{id}/report",
+        ]
+        .map(str::to_owned);
         assert_eq!(documented, BTreeSet::from(expected));
         for (path, methods) in document["paths"].as_object().unwrap() {
             let target = path.replace("{id}", "absent");
@@ -319,6 +383,35 @@ mod tests {
                     assert!(codes.contains(&code.to_string()), "{method} {path}: {code}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn events_have_the_keys_of_the_document() {
+        let served = Served::start("events");
+        assert_eq!(served.ask("GET", "/events", ""), (200, json!("")));
+        served.ask("PUT", "/restores/web", &served.body("a"));
+        served.ask("DELETE", "/restores/web", "");
+        let (code, lines) = served.ask("GET", "/events?after=0", "");
+        assert_eq!(code, 200);
+        let lines: Vec<Value> = lines
+            .as_str()
+            .unwrap()
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect();
+        let events: Vec<_> = lines.iter().map(|line| line["event"].as_str()).collect();
+        assert_eq!(events, [Some("waiting"), Some("ended")]);
+        let described = keys(&document()["components"]["schemas"]["Event"]["properties"]);
+        for line in &lines {
+            assert!(keys(line).is_subset(&described), "{line}");
+        }
+        for bad in ["after", "after=", "after=-1", "x=1"] {
+            assert_eq!(
+                served.ask("GET", &format!("/events?{bad}"), "").0,
+                400,
+                "{bad}"
+            );
         }
     }
 

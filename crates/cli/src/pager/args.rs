@@ -37,6 +37,13 @@ pub(crate) enum PagerCommand {
     ///
     /// It ends at once if no VM has come, or if its VM has all its memory, and then needs no pager.
     End(EndArgs),
+    /// Show what all restores do, every second, until Ctrl-C
+    ///
+    /// On a terminal the table is refreshed. With --json, events come instead, one JSON object a
+    /// line: waiting, refused, serving, replayed, loaded, lost, found, failed, ended.
+    Watch(WatchArgs),
+    /// Write a restore as an HTML page: when its pages came, and how long its faults took
+    Report(ReportArgs),
     /// Look into recordings of working sets, and merge them
     Recording(RecordingArgs),
 }
@@ -190,6 +197,29 @@ pub(crate) struct EndArgs {
     /// Kill the VM if it still needs the pager
     #[arg(long)]
     pub(crate) kill: bool,
+}
+
+/// `pageferry pager watch`.
+#[derive(Debug, Args)]
+pub(crate) struct WatchArgs {
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// Print events as they come, one JSON object a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// `pageferry pager report`.
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// The name of the restore
+    #[arg(value_name = "NAME")]
+    pub(crate) name: Name,
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// The file to write [default: standard output]
+    #[arg(long, short, value_name = "FILE.html")]
+    pub(crate) output: Option<PathBuf>,
 }
 
 /// `pageferry pager recording`.

@@ -115,6 +115,8 @@ async fn answer(
         Body::Empty => ("application/json", Bytes::new()),
         Body::Json(value) => ("application/json", format!("{value}\n").into()),
         Body::Metrics(text) => ("text/plain; version=0.0.4", text.into()),
+        Body::Lines(text) => ("application/x-ndjson", text.into()),
+        Body::Html(text) => ("text/html; charset=utf-8", text.into()),
     };
     let mut response = Response::new(Full::new(bytes));
     *response.status_mut() =
@@ -135,6 +137,37 @@ pub(crate) fn ask(
     body: String,
     interrupts: &Interrupts,
 ) -> Result<Value, Failure> {
+    match request(socket, method, target, body, interrupts)? {
+        Got::Json(value) => Ok(value),
+        Got::Text(_) => Err(Failure::new(
+            Exit::Protocol,
+            "the pager's answer is no JSON",
+        )),
+    }
+}
+
+/// Gets what may be no JSON.
+///
+/// # Errors
+/// As [`ask`].
+pub(crate) fn get(socket: &Path, target: &str, interrupts: &Interrupts) -> Result<Got, Failure> {
+    request(socket, "GET", target, String::new(), interrupts)
+}
+
+/// What a pager answered.
+pub(crate) enum Got {
+    Json(Value),
+    /// Events or a page.
+    Text(String),
+}
+
+fn request(
+    socket: &Path,
+    method: &str,
+    target: &str,
+    body: String,
+    interrupts: &Interrupts,
+) -> Result<Got, Failure> {
     let cannot = |why| Failure::os("cannot ask the pager", why);
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()
@@ -157,12 +190,7 @@ pub(crate) fn ask(
     })
 }
 
-async fn exchange(
-    socket: &Path,
-    method: &str,
-    target: &str,
-    body: String,
-) -> Result<Value, Failure> {
+async fn exchange(socket: &Path, method: &str, target: &str, body: String) -> Result<Got, Failure> {
     let broken = |why: hyper::Error| Failure::new(Exit::NoVm, format!("the pager's answer: {why}"));
     let stream = tokio::net::UnixStream::connect(socket)
         .await
@@ -188,11 +216,18 @@ async fn exchange(
         .map_err(|why| Failure::os("the request", why))?;
     let response = sender.send_request(request).await.map_err(broken)?;
     let code = response.status();
+    let kind = response.headers().get(CONTENT_TYPE);
+    let is_json = kind.is_some_and(|kind| kind.as_bytes() == b"application/json");
     // 4096 restores of a few KiB each.
     let body = Limited::new(response.into_body(), 64 << 20).collect().await;
     let body = body
         .map_err(|why| Failure::new(Exit::NoVm, format!("the pager's answer: {why}")))?
         .to_bytes();
+    if !is_json && code.is_success() {
+        let text = String::from_utf8(body.to_vec());
+        let text = text.map_err(|_| Failure::new(Exit::Protocol, "the pager's answer is no text"));
+        return text.map(Got::Text);
+    }
     let value: Value = if body.is_empty() {
         Value::Null
     } else {
@@ -204,7 +239,7 @@ async fn exchange(
         })?
     };
     if code.is_success() {
-        return Ok(value);
+        return Ok(Got::Json(value));
     }
     let why = value["error"]
         .as_str()

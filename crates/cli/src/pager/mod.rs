@@ -10,8 +10,10 @@ mod api;
 mod args;
 mod http;
 mod recording;
+mod report;
 mod service;
 mod text;
+mod watch;
 
 use crate::exit::{Exit, Failure};
 use crate::output;
@@ -52,6 +54,8 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
         PagerCommand::Restore(args) => restore(args, interrupts),
         PagerCommand::Status(args) => status(args, interrupts),
         PagerCommand::End(args) => end(args, interrupts),
+        PagerCommand::Watch(args) => watch::watch(args, interrupts),
+        PagerCommand::Report(args) => watch::report(args, interrupts),
         PagerCommand::Recording(args) => recording::recording(args),
     }
 }

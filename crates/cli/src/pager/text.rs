@@ -170,7 +170,7 @@ fn with_vm(list: &[Status]) -> impl Iterator<Item = (&Status, &VmStatus)> {
         .filter_map(|status| Some((status, status.vm.as_ref()?)))
 }
 
-fn ways(vm: &VmStatus) -> [(&'static str, &Latency); 3] {
+pub(crate) fn ways(vm: &VmStatus) -> [(&'static str, &Latency); 3] {
     [
         ("zero", &vm.zero_faults),
         ("at-hand", &vm.at_hand_faults),
@@ -181,10 +181,17 @@ fn ways(vm: &VmStatus) -> [(&'static str, &Latency); 3] {
 /// A restore as lines.
 pub(crate) fn table(status: &Value) -> String {
     let mut lines = String::new();
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let mut row = |name: &str, value: String| {
+    for (name, value) in rows(status) {
         let _ = writeln!(lines, "  {name:<11} {value}");
-    };
+    }
+    lines
+}
+
+/// A restore as rows: a name and a value.
+pub(crate) fn rows(status: &Value) -> Vec<(&'static str, String)> {
+    let mut rows = Vec::new();
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let mut row = |name, value: String| rows.push((name, value));
     row("restore", text(&status["id"]));
     row("phase", text(&status["phase"]));
     if let Some(fault) = status["fault"].as_str() {
@@ -194,7 +201,7 @@ pub(crate) fn table(status: &Value) -> String {
     let vm = &status["vm"];
     if vm.is_null() {
         row("socket", text(&status["restore"]["socket"]));
-        return lines;
+        return rows;
     }
     let number = |key: &str| vm[key].as_u64().unwrap_or(0);
     let bytes = |key: &str| human(number(key) * number("page_bytes"));
@@ -251,5 +258,5 @@ pub(crate) fn table(status: &Value) -> String {
         ),
         _ => row("at risk", "no: the VM outlives the pager".to_owned()),
     }
-    lines
+    rows
 }

@@ -256,6 +256,64 @@ fn a_vm_starts_from_a_packed_snapshot() {
 }
 
 #[test]
+fn restores_are_watched_and_reported() {
+    let dir = Dir::new();
+    let server = Server::start(&dir);
+    let watch = |more: &[&str]| {
+        let words = [&["pager", "watch", "--api", &server.api][..], more].concat();
+        Process::start(&words, &dir)
+    };
+    let (table, events) = (watch(&[]), watch(&["--json"]));
+    let Some(mut vm) = Vm::start(&dir) else {
+        return;
+    };
+    let flags = vm.flags();
+    server
+        .ask(&words(&["restore", "web"], &flags), &dir)
+        .assert_ok();
+    vm.connect();
+    vm.double.run();
+    vm.assert_goes_on();
+    wait_until("a line of a VM that is served", || {
+        let said = table.said();
+        said.lines()
+            .any(|line| line.starts_with("web") && line.contains("serving"))
+    });
+    table.interrupt();
+    table.end().assert_ok();
+
+    let file = dir.path("report.html");
+    let report = ["report", "web", "--output", file.to_str().unwrap()];
+    server.ask(&report, &dir).assert_ok();
+    let page = std::fs::read_to_string(&file).unwrap();
+    for part in [
+        "Restore web",
+        "<svg",
+        "faults at hand",
+        "When its pages came",
+    ] {
+        assert!(page.contains(part), "{part} in {page}");
+    }
+    server
+        .ask(&["report", "absent"], &dir)
+        .assert_failed(17, "there is no restore absent");
+
+    server.ask(&["end", "web", "--kill"], &dir).assert_ok();
+    wait_until("the last event", || events.said().contains("ended"));
+    events.interrupt();
+    let events = events.end();
+    events.assert_ok();
+    let events: Vec<Value> = events
+        .stdout
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let names: Vec<_> = events.iter().map(|event| event["event"].as_str()).collect();
+    assert_eq!(names, [Some("waiting"), Some("serving"), Some("ended")]);
+    assert_eq!(events[1]["pid"], vm.double.pid());
+}
+
+#[test]
 fn a_second_pager_on_the_directory_is_refused() {
     let dir = Dir::new();
     let server = Server::start(&dir);
