@@ -3,11 +3,16 @@
 use crate::scene::{
     MIB, Scene, config, data_pages, drop_from_cache, files, is_cold, name, pages, run, verify,
 };
-use pageferry_pager::{Background, EndError, Phase, RestoreError, VmStatus};
+use pageferry_pager::{
+    Background, EndError, FileSource, Pager, Phase, Restore, RestoreError, Settings, Source,
+    SourceError, Store, Stores, VmStatus,
+};
 use pageferry_testkit::firecracker::{Backend, Config, Fields, Task};
 use pageferry_testkit::{HugePages, skip, wait_until};
 use std::num::NonZeroU64;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Checks the figures of a VM without a balloon, all of whose pages were touched.
 #[track_caller]
@@ -212,4 +217,81 @@ fn a_restore_that_ends_during_a_handshake_leaves_nothing() {
         assert!(!scene.scratch.path("socket").exists());
         drop(silent);
     }
+}
+
+/// A store whose reads take 100 ms.
+#[derive(Clone, Debug)]
+struct Slow(Arc<dyn Source>);
+
+impl Store for Slow {
+    fn schemes(&self) -> &[&str] {
+        &["slow"]
+    }
+
+    fn open(&self, address: &str) -> Result<Arc<dyn Source>, SourceError> {
+        assert_eq!(address, "slow://memory");
+        Ok(Arc::new(self.clone()))
+    }
+}
+
+impl Source for Slow {
+    fn bytes(&self) -> u64 {
+        self.0.bytes()
+    }
+
+    fn block(&self) -> u64 {
+        self.0.block()
+    }
+
+    fn is_zero(&self, _: u64, _: u64) -> bool {
+        false
+    }
+
+    fn read_now(&self, _: u64, _: &mut [u8]) -> Result<bool, SourceError> {
+        Ok(false)
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
+        std::thread::sleep(Duration::from_millis(100));
+        self.0.read(offset, buffer)
+    }
+
+    fn identity(&self) -> String {
+        self.0.identity()
+    }
+}
+
+/// Its reads are over by then: one of them holds the directory, and may place a page.
+#[test]
+fn a_pager_that_ends_leaves_its_directory_to_the_next() {
+    let mut scene = Scene::new("next", config(41));
+    let file = FileSource::open(&scene.memory()).expect("a source");
+    let store = Slow(Arc::new(file));
+    let settings = || Settings {
+        directory: scene.scratch.state(),
+        stores: Stores::new([Arc::new(store.clone()) as _]),
+        ..Settings::default()
+    };
+    let (first, second) = (settings(), settings());
+    drop(scene.pager);
+    scene.pager = Pager::start(first).expect("a pager");
+    let request = Restore::new("slow://memory", scene.scratch.path("socket"));
+    let Some(mut double) = scene.serve(&request, Fields::Both) else {
+        return;
+    };
+    double.run();
+    wait_until("slow reads", || scene.vm().waiting > 0);
+    drop(scene.pager);
+    scene.pager = Pager::start(second).expect("the directory is free");
+    double.pause();
+    verify(&mut double);
+    assert!(double.quit().success());
+    scene.assert_ended();
+
+    let request = Restore::new("fast://memory", scene.scratch.path("socket"));
+    let refused = scene
+        .pager
+        .restore(&name("vm"), request)
+        .expect_err("no such store");
+    assert!(refused.to_string().contains("one of slow://"), "{refused}");
 }
