@@ -3,7 +3,7 @@
 //! The two exchange lines of text. The peer writes to its standard output, and ends when its
 //! standard input ends. So no peer outlives its benchmark.
 
-use crate::restore::Restored;
+use crate::restore::{Restarted, Restored, play_paced};
 use crate::vm::{Faults, Vm, create_on, fill, isa_of, toucher};
 use crate::{BenchError, Setting};
 use pageferry_addr::PAGE_SIZE;
@@ -49,6 +49,10 @@ pub enum Role {
     Bulk,
     /// Touches memory that comes from a snapshot.
     Restored(Restored),
+    /// Touches such memory slowly.
+    Paced(Restored),
+    /// Serves memory from a snapshot.
+    Restarted(Restarted),
     /// Creates a VM and moves it to the address on its standard input.
     Source(SourceVm),
     /// Runs Linux under load, and moves it as `Source` does.
@@ -171,6 +175,15 @@ impl Role {
                 let first = ["restored".to_owned()];
                 first.into_iter().chain(vm.to_words()).collect()
             }
+            Self::Paced(vm) => {
+                let first = ["paced".to_owned()];
+                first.into_iter().chain(vm.to_words()).collect()
+            }
+            Self::Restarted(pager) => {
+                let paths = [&pager.directory, &pager.memory];
+                let paths = paths.map(|path| path.display().to_string());
+                ["restarted".to_owned()].into_iter().chain(paths).collect()
+            }
             Self::Linux { kernel, initrd } => {
                 let paths = [kernel, initrd].map(|path| path.display().to_string());
                 ["linux".to_owned()].into_iter().chain(paths).collect()
@@ -212,6 +225,11 @@ impl Role {
             }),
             ["bulk"] => Ok(Self::Bulk),
             ["restored", vm @ ..] => Restored::from_words(vm).map(Self::Restored).ok_or_else(bad),
+            ["paced", vm @ ..] => Restored::from_words(vm).map(Self::Paced).ok_or_else(bad),
+            ["restarted", directory, memory] => Ok(Self::Restarted(Restarted {
+                directory: directory.into(),
+                memory: memory.into(),
+            })),
             ["linux", kernel, initrd] => Ok(Self::Linux {
                 kernel: kernel.into(),
                 initrd: initrd.into(),
@@ -270,6 +288,8 @@ impl Role {
                 })?;
                 send_line(&line)
             }
+            Self::Paced(vm) => play_paced(vm),
+            Self::Restarted(pager) => pager.play(),
             Self::Linux { kernel, initrd } => {
                 let vm = crate::linux::source(kernel, initrd)?;
                 send(&vm, &SourceConfig::default(), 1)
@@ -410,7 +430,7 @@ fn end_with_parent() {
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
 }
 
-fn send_line(line: &str) -> Result<(), BenchError> {
+pub(crate) fn send_line(line: &str) -> Result<(), BenchError> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")
         .and_then(|()| out.flush())
@@ -420,7 +440,7 @@ fn send_line(line: &str) -> Result<(), BenchError> {
         })
 }
 
-fn read_line() -> Result<String, BenchError> {
+pub(crate) fn read_line() -> Result<String, BenchError> {
     let mut line = String::new();
     let got = std::io::stdin()
         .lock()
@@ -586,6 +606,14 @@ impl Peer {
                 "unexpected lines '{line}', '{overhead}'"
             ))),
         }
+    }
+}
+
+impl Peer {
+    /// Kills the process, at whatever it is.
+    pub(crate) fn kill(mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 

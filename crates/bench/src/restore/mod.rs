@@ -10,8 +10,11 @@
 //! file is in the page cache, *cold* that it was dropped from there.
 
 mod plain;
+mod restart;
 mod vmm;
 
+pub use restart::Restarted;
+pub(crate) use restart::play_paced;
 pub use vmm::{Memory, Restored};
 
 use crate::peer::{Peer, Role};
@@ -134,7 +137,9 @@ pub fn restore(
             }
         }
     }
-    Ok(rows(sizes, &all))
+    let mut rows = rows(sizes, &all);
+    rows.extend(restart::measure(setting, &scratch.0, progress)?);
+    Ok(rows)
 }
 
 fn rows(sizes: &RestoreSizes, all: &[Figures]) -> Vec<Row> {

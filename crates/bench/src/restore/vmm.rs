@@ -9,6 +9,7 @@ use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Barrier;
@@ -124,6 +125,47 @@ impl Restored {
         }
     }
 
+    /// Maps the memory and connects to its pager. Returns what touches a page, and tells how long
+    /// that took, and what must stay as long as the VMM lives.
+    pub(crate) fn held(
+        &self,
+    ) -> Result<(impl Fn(u64) -> Result<Duration, BenchError>, impl Sized), BenchError> {
+        let (base, uffd) = self.map()?;
+        let stream = self.connect(base, uffd.as_ref())?;
+        let touch = move |page: u64| {
+            let at = base + (page * PAGE_SIZE) as usize;
+            let at = std::ptr::with_exposed_provenance::<u8>(at);
+            let began = Instant::now();
+            // SAFETY: the byte lies in the mapping, to which no reference exists.
+            match unsafe { at.read_volatile() } {
+                0 => Err(BenchError::WrongValue(format!("page {page} is zero"))),
+                _ => Ok(began.elapsed()),
+            }
+        };
+        Ok((touch, (stream, uffd)))
+    }
+
+    /// Asks the pager for the memory, if it comes from one.
+    fn connect(
+        &self,
+        base: usize,
+        uffd: Option<&Userfaultfd>,
+    ) -> Result<Option<UnixStream>, BenchError> {
+        let (Some(uffd), Memory::Pager(socket)) = (uffd, &self.memory) else {
+            return Ok(None);
+        };
+        let region = Region {
+            address: base as u64,
+            size: self.bytes,
+            offset: 0,
+        };
+        let stream = connect(socket, &[region], PAGE_SIZE, uffd.as_fd());
+        stream.map(Some).map_err(|source| BenchError::Os {
+            what: "cannot reach the page server",
+            source,
+        })
+    }
+
     /// Plays the VMM to its end: maps its memory, waits for `go`, connects, and touches the working
     /// set. Returns the line for the benchmark.
     pub(crate) fn play(
@@ -159,29 +201,16 @@ impl Restored {
                 .collect();
             // A recording is replayed from the handshake on, so that counts.
             let began = Instant::now();
-            let connected = match (&uffd, &self.memory) {
-                (Some(uffd), Memory::Pager(socket)) => {
-                    let region = Region {
-                        address: base as u64,
-                        size: self.bytes,
-                        offset: 0,
-                    };
-                    Some(connect(socket, &[region], PAGE_SIZE, uffd.as_fd()))
-                }
-                _ => None,
-            };
+            let connected = self.connect(base, uffd.as_ref());
             start.wait();
             let all = running
                 .into_iter()
                 .map(|thread| thread.join().expect("it only touches"));
             let all: Vec<_> = all.flatten().collect();
-            (began.elapsed(), all, connected.transpose())
+            (began.elapsed(), all, connected)
         });
         // Firecracker keeps its end for its whole life.
-        let _stream = connected.map_err(|source| BenchError::Os {
-            what: "cannot reach the page server",
-            source,
-        })?;
+        let _stream = connected?;
         if times.iter().any(|(_, byte)| *byte == 0) {
             return Err(BenchError::WrongValue(
                 "a page of the working set is zero".into(),

@@ -1,0 +1,163 @@
+//! A pager that is killed beside many VMs, and started again.
+
+use super::vmm::{Memory, Restored};
+use super::write_memory;
+use crate::peer::{Peer, Role, read_line, send_line};
+use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
+use pageferry_pager::{Name, Pager, Restore, Settings};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The VMs.
+const VMS: u32 = 100;
+/// The memory of each.
+const MEMORY: u64 = 16 << 20;
+/// The time between two touches of a VM: all together have 5 000 faults a second.
+const PACE: Duration = Duration::from_millis(20);
+/// The time in which VMs run before the pager is killed, and after it has come back.
+const RUN: Duration = Duration::from_millis(500);
+
+/// A pager in a process of its own, with a restore for each VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Restarted {
+    /// Its directory. Sockets are beside it.
+    pub directory: PathBuf,
+    /// The memory file of all VMs.
+    pub memory: PathBuf,
+}
+
+impl Restarted {
+    fn socket(&self, vm: u32) -> PathBuf {
+        self.directory.with_extension(format!("{vm}.sock"))
+    }
+
+    /// Serves the VMs of a former pager, or new ones, until standard input ends.
+    pub(crate) fn play(&self) -> Result<(), BenchError> {
+        let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
+        let settings = Settings {
+            directory: self.directory.clone(),
+            ..Settings::default()
+        };
+        let pager = Pager::start(settings).map_err(|why| failed(&why))?;
+        let taken = pager.list().len();
+        for vm in 0..if taken == 0 { VMS } else { 0 } {
+            let name: Name = format!("vm-{vm}").parse().map_err(|why| failed(&why))?;
+            let restore = Restore::new(&self.memory, self.socket(vm));
+            pager.restore(&name, restore).map_err(|why| failed(&why))?;
+        }
+        send_line(&format!("ready {taken}"))?;
+        read_line().map(drop)
+    }
+}
+
+/// Measures a restart, in `repeat` rounds.
+pub(super) fn measure(
+    setting: &Setting,
+    scratch: &Path,
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<Row>, BenchError> {
+    let memory = scratch.join("small");
+    write_memory(&memory, MEMORY).map_err(|source| BenchError::Os {
+        what: "cannot write a memory file",
+        source,
+    })?;
+    let (mut served, mut longest) = (Samples::default(), Samples::default());
+    for round in 1..=setting.repeat {
+        progress(&format!(
+            "killing the pager of {VMS} VMs, round {round} of {}",
+            setting.repeat
+        ));
+        let pager = Restarted {
+            directory: scratch.join(format!("restarted-{round}")),
+            memory: memory.clone(),
+        };
+        let (again, stall) = one(setting, &pager)?;
+        served.push(again.as_secs_f64() * 1e3);
+        longest.push(stall.as_secs_f64() * 1e3);
+    }
+    let note = format!("{VMS} VMMs without guests, each touches a page in {PACE:?}");
+    let subject = "pager that is killed and started again";
+    let limit = served.median() + 50.0;
+    let row = |samples: &Samples, case| {
+        let conditions = Conditions::here(0, MEMORY, note.clone());
+        samples.row(case, subject, "ms", conditions)
+    };
+    Ok(vec![
+        row(&served, "restore.restart").aiming_at("< 100 ms", Bound::Below(100.0)),
+        row(&longest, "restore.restart_fault")
+            .aiming_at("< 50 ms longer than the restart", Bound::Below(limit)),
+    ])
+}
+
+/// One restart: the time from the kill until all VMs are served, and the longest touch.
+fn one(setting: &Setting, pager: &Restarted) -> Result<(Duration, Duration), BenchError> {
+    let role = Role::Restarted(pager.clone());
+    let mut first = Peer::start(setting, &role)?;
+    expect(&mut first, "ready 0")?;
+    let mut vmms = Vec::new();
+    for vm in 0..VMS {
+        let role = Role::Paced(Restored {
+            memory: Memory::Pager(pager.socket(vm)),
+            bytes: MEMORY,
+            working_set: MEMORY,
+        });
+        vmms.push(Peer::start(setting, &role)?);
+    }
+    for vmm in &mut vmms {
+        expect(vmm, "ready")?;
+    }
+    std::thread::sleep(RUN);
+    // The start of so many processes has stalls of its own.
+    for vmm in &mut vmms {
+        vmm.send_line("count")?;
+    }
+    std::thread::sleep(2 * PACE);
+    let killed = Instant::now();
+    first.kill();
+    let mut second = Peer::start(setting, &role)?;
+    expect(&mut second, &format!("ready {VMS}"))?;
+    let again = killed.elapsed();
+    std::thread::sleep(RUN);
+    let mut longest = Duration::ZERO;
+    for vmm in &mut vmms {
+        vmm.send_line("end")?;
+        let line = vmm.next_line()?;
+        let time = line.strip_prefix("longest ").and_then(|ns| ns.parse().ok());
+        let time = time.ok_or_else(|| BenchError::Peer(format!("'{line}' is no figure")))?;
+        longest = longest.max(Duration::from_nanos(time));
+    }
+    Ok((again, longest))
+}
+
+fn expect(peer: &mut Peer, expected: &str) -> Result<(), BenchError> {
+    let line = peer.next_line()?;
+    match line == expected {
+        true => Ok(()),
+        false => Err(BenchError::Peer(format!("'{line}': expected '{expected}'"))),
+    }
+}
+
+/// The longest touch of a VMM that touches page after page, from one line to the next.
+pub(crate) fn play_paced(vm: &Restored) -> Result<(), BenchError> {
+    let (touch, _held) = vm.held()?;
+    send_line("ready")?;
+    let (asked, end) = std::sync::mpsc::channel();
+    let reader = std::thread::spawn(move || {
+        // The other end goes only together with this process.
+        let _ = read_line().map(|_| asked.send(()))?;
+        read_line().map(|_| asked.send(()))
+    });
+    let mut longest = None;
+    for page in 0..vm.bytes / pageferry_addr::PAGE_SIZE {
+        let took = touch(page)?;
+        longest = longest.map(|longest: Duration| longest.max(took));
+        match (end.recv_timeout(PACE), longest) {
+            (Ok(()), None) => longest = Some(Duration::ZERO),
+            (Ok(()), Some(_)) => break,
+            (Err(_), _) => {}
+        }
+    }
+    let longest = longest.unwrap_or_default();
+    let _ = reader.join().expect("it only reads")?;
+    send_line(&format!("longest {}", longest.as_nanos()))
+}
