@@ -9,6 +9,7 @@
 //! private mapping of the memory file, as in Firecracker's backend `File`. *Warm* means that the
 //! file is in the page cache, *cold* that it was dropped from there.
 
+mod packed;
 mod plain;
 mod restart;
 mod vmm;
@@ -138,6 +139,7 @@ pub fn restore(
         }
     }
     let mut rows = rows(sizes, &all);
+    rows.extend(packed::measure(setting, sizes, &scratch.0, progress)?);
     rows.extend(restart::measure(setting, &scratch.0, progress)?);
     Ok(rows)
 }
