@@ -3,7 +3,7 @@
 //! The two exchange lines of text. The peer writes to its standard output, and ends when its
 //! standard input ends. So no peer outlives its benchmark.
 
-use crate::restore::{Restarted, Restored, play_paced};
+use crate::restore::{Paced, Restarted, Restored};
 use crate::vm::{Faults, Vm, create_on, fill, isa_of, toucher};
 use crate::{BenchError, Setting};
 use pageferry_addr::PAGE_SIZE;
@@ -50,7 +50,7 @@ pub enum Role {
     /// Touches memory that comes from a snapshot.
     Restored(Restored),
     /// Touches such memory slowly.
-    Paced(Restored),
+    Paced(Paced),
     /// Serves memory from a snapshot.
     Restarted(Restarted),
     /// Creates a VM and moves it to the address on its standard input.
@@ -225,7 +225,7 @@ impl Role {
             }),
             ["bulk"] => Ok(Self::Bulk),
             ["restored", vm @ ..] => Restored::from_words(vm).map(Self::Restored).ok_or_else(bad),
-            ["paced", vm @ ..] => Restored::from_words(vm).map(Self::Paced).ok_or_else(bad),
+            ["paced", vm @ ..] => Paced::from_words(vm).map(Self::Paced).ok_or_else(bad),
             ["restarted", directory, memory] => Ok(Self::Restarted(Restarted {
                 directory: directory.into(),
                 memory: memory.into(),
@@ -288,7 +288,7 @@ impl Role {
                 })?;
                 send_line(&line)
             }
-            Self::Paced(vm) => play_paced(vm),
+            Self::Paced(vm) => vm.play(),
             Self::Restarted(pager) => pager.play(),
             Self::Linux { kernel, initrd } => {
                 let vm = crate::linux::source(kernel, initrd)?;

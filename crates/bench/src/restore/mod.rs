@@ -9,13 +9,15 @@
 //! private mapping of the memory file, as in Firecracker's backend `File`. *Warm* means that the
 //! file is in the page cache, *cold* that it was dropped from there.
 
+mod background;
+mod paced;
 mod packed;
 mod plain;
 mod restart;
 mod vmm;
 
+pub use paced::Paced;
 pub use restart::Restarted;
-pub(crate) use restart::play_paced;
 pub use vmm::{Memory, Restored};
 
 use crate::peer::{Peer, Role};
@@ -139,6 +141,8 @@ pub fn restore(
         }
     }
     let mut rows = rows(sizes, &all);
+    let file = (&*memory, sizes.memory);
+    rows.extend(background::measure(setting, &scratch.0, file, progress)?);
     rows.extend(packed::measure(setting, sizes, &scratch.0, progress)?);
     rows.extend(restart::measure(setting, &scratch.0, progress)?);
     Ok(rows)

@@ -1,5 +1,6 @@
 //! A pager that is killed beside many VMs, and started again.
 
+use super::paced::{self, Paced};
 use super::vmm::{Memory, Restored};
 use super::write_memory;
 use crate::peer::{Peer, Role, read_line, send_line};
@@ -96,10 +97,13 @@ fn one(setting: &Setting, pager: &Restarted) -> Result<(Duration, Duration), Ben
     expect(&mut first, "ready 0")?;
     let mut vmms = Vec::new();
     for vm in 0..VMS {
-        let role = Role::Paced(Restored {
-            memory: Memory::Pager(pager.socket(vm)),
-            bytes: MEMORY,
-            working_set: MEMORY,
+        let role = Role::Paced(Paced {
+            vm: Restored {
+                memory: Memory::Pager(pager.socket(vm)),
+                bytes: MEMORY,
+                working_set: MEMORY,
+            },
+            pace: PACE,
         });
         vmms.push(Peer::start(setting, &role)?);
     }
@@ -120,11 +124,7 @@ fn one(setting: &Setting, pager: &Restarted) -> Result<(Duration, Duration), Ben
     std::thread::sleep(RUN);
     let mut longest = Duration::ZERO;
     for vmm in &mut vmms {
-        vmm.send_line("end")?;
-        let line = vmm.next_line()?;
-        let time = line.strip_prefix("longest ").and_then(|ns| ns.parse().ok());
-        let time = time.ok_or_else(|| BenchError::Peer(format!("'{line}' is no figure")))?;
-        longest = longest.max(Duration::from_nanos(time));
+        longest = longest.max(paced::end(vmm)?.longest);
     }
     Ok((again, longest))
 }
@@ -135,29 +135,4 @@ fn expect(peer: &mut Peer, expected: &str) -> Result<(), BenchError> {
         true => Ok(()),
         false => Err(BenchError::Peer(format!("'{line}': expected '{expected}'"))),
     }
-}
-
-/// The longest touch of a VMM that touches page after page, from one line to the next.
-pub(crate) fn play_paced(vm: &Restored) -> Result<(), BenchError> {
-    let (touch, _held) = vm.held()?;
-    send_line("ready")?;
-    let (asked, end) = std::sync::mpsc::channel();
-    let reader = std::thread::spawn(move || {
-        // The other end goes only together with this process.
-        let _ = read_line().map(|_| asked.send(()))?;
-        read_line().map(|_| asked.send(()))
-    });
-    let mut longest = None;
-    for page in 0..vm.bytes / pageferry_addr::PAGE_SIZE {
-        let took = touch(page)?;
-        longest = longest.map(|longest: Duration| longest.max(took));
-        match (end.recv_timeout(PACE), longest) {
-            (Ok(()), None) => longest = Some(Duration::ZERO),
-            (Ok(()), Some(_)) => break,
-            (Err(_), _) => {}
-        }
-    }
-    let longest = longest.unwrap_or_default();
-    let _ = reader.join().expect("it only reads")?;
-    send_line(&format!("longest {}", longest.as_nanos()))
 }

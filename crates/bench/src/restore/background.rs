@@ -1,0 +1,145 @@
+//! Loading all memory at a rate, beside a VM that touches pages.
+
+use super::paced::{self, Paced};
+use super::vmm::{Memory, Restored};
+use crate::peer::{Peer, Role};
+use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
+use pageferry_pager::{Background, Name, Pager, Restore, Settings};
+use rustix::fs::{Advice, fadvise};
+use std::fs::File;
+use std::io;
+use std::num::NonZeroU64;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// The time between two touches.
+const PACE: Duration = Duration::from_millis(1);
+/// The time of a run without background load.
+const IDLE: Duration = Duration::from_secs(1);
+/// The time after which a load counts as stuck.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Measures a load of `bytes` bytes, in `repeat` rounds.
+pub(super) fn measure(
+    setting: &Setting,
+    scratch: &Path,
+    (memory, bytes): (&Path, u64),
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<Row>, BenchError> {
+    let [mut plain, mut rate, mut idle, mut busy] = [(); 4].map(|()| Samples::default());
+    for round in 1..=setting.repeat {
+        progress(&format!(
+            "background load, round {round} of {}",
+            setting.repeat
+        ));
+        let speed = bytes as f64 / read_all(memory)?.as_secs_f64();
+        plain.push(speed);
+        let (_, p99) = one(setting, scratch, (memory, bytes), None)?;
+        idle.push(p99.as_secs_f64() * 1e6);
+        let most = NonZeroU64::new((speed * 0.8) as u64);
+        let (took, p99) = one(setting, scratch, (memory, bytes), most)?;
+        rate.push(bytes as f64 / took.as_secs_f64());
+        busy.push(p99.as_secs_f64() * 1e6);
+    }
+    let note = format!("no guest; one thread touches a page each {PACE:?}; the file is cold");
+    let row = |samples: &Samples, case, subject: &str, unit| {
+        let conditions = Conditions::here(0, bytes, note.clone());
+        samples.row(case, subject, unit, conditions)
+    };
+    Ok(vec![
+        row(&plain, "restore.load", "plain sequential read", "B/s"),
+        row(&rate, "restore.load", "pager, background", "B/s")
+            .against("plain sequential read", plain.median())
+            .aiming_at(">= 0.76 (0.8 is asked for)", Bound::RatioAtLeast(0.76)),
+        row(&idle, "restore.load_p99", "without background load", "us"),
+        row(&busy, "restore.load_p99", "beside background load", "us")
+            .against("without background load", idle.median())
+            .aiming_at("<= 2 x without", Bound::RatioAtMost(2.0)),
+    ])
+}
+
+/// Drops the file from the page cache.
+fn drop_cache(memory: &Path) -> Result<File, BenchError> {
+    let failed = |source: io::Error| BenchError::Os {
+        what: "cannot drop the memory file from the page cache",
+        source,
+    };
+    let file = File::open(memory).map_err(failed)?;
+    fadvise(&file, 0, None, Advice::DontNeed).map_err(|errno| failed(errno.into()))?;
+    Ok(file)
+}
+
+/// The time of a plain read of the whole file.
+fn read_all(memory: &Path) -> Result<Duration, BenchError> {
+    let mut file = drop_cache(memory)?;
+    let began = Instant::now();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        let read = io::Read::read(&mut file, &mut buffer);
+        match read.map_err(|source| BenchError::Os {
+            what: "cannot read the memory file",
+            source,
+        })? {
+            0 => return Ok(began.elapsed()),
+            _ => continue,
+        }
+    }
+}
+
+/// One VM: the time until all memory was there, and the 99th percentile of its touches.
+fn one(
+    setting: &Setting,
+    scratch: &Path,
+    (memory, bytes): (&Path, u64),
+    most: Option<NonZeroU64>,
+) -> Result<(Duration, Duration), BenchError> {
+    let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
+    let settings = Settings {
+        directory: scratch.join("state"),
+        ..Settings::default()
+    };
+    drop_cache(memory)?;
+    let pager = Pager::start(settings).map_err(|why| failed(&why))?;
+    let name: Name = "load".parse().map_err(|why| failed(&why))?;
+    let socket = scratch.join("socket");
+    let mut restore = Restore::new(memory, &socket);
+    restore.background = most.map_or(Background::Off, Background::Rate);
+    pager.restore(&name, restore).map_err(|why| failed(&why))?;
+    let mut vmm = Peer::start(
+        setting,
+        &Role::Paced(Paced {
+            vm: Restored {
+                memory: Memory::Pager(socket),
+                bytes,
+                working_set: bytes,
+            },
+            pace: PACE,
+        }),
+    )?;
+    vmm.next_line()?;
+    let began = Instant::now();
+    vmm.send_line("count")?;
+    loop {
+        let missing = pager
+            .status(&name)
+            .and_then(|status| Some(status.vm?.missing));
+        let is_over = match most {
+            Some(_) => missing == Some(0),
+            None => began.elapsed() >= IDLE,
+        };
+        if is_over {
+            break;
+        }
+        if began.elapsed() > LIMIT {
+            return Err(failed(&"the memory was not loaded in time"));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let took = began.elapsed();
+    let touches = paced::end(&mut vmm)?;
+    drop(vmm);
+    if !pager.wait_ended(&name, super::END) {
+        return Err(failed(&"the pager has not noticed the end of its VMM"));
+    }
+    Ok((took, touches.p99))
+}
