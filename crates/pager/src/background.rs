@@ -29,15 +29,16 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// The least priority but one (nice 19 would never run beside a busy VM).
 const NICE: i32 = 10;
 
-/// Starts loading, if there is something to load.
+/// Starts loading, if there is something to load. Without the recording of a restore it is read
+/// again.
 pub(crate) fn start(vm: &Arc<Vm>, recording: Option<Recording>) {
-    if recording.is_none() && vm.restore.background == Background::Off {
+    if vm.restore.replay.is_none() && vm.restore.background == Background::Off {
         return;
     }
     let own = vm.clone();
     let thread = std::thread::Builder::new().name(format!("load-{}", vm.name));
     let spawned = thread.spawn(move || {
-        if let Some(recording) = recording {
+        if let Some(recording) = recording.or_else(|| again(&own)) {
             replay(&own, &recording);
             let pages = own.figures.replayed.get();
             tell(&own, Happened::Replayed { pages });
@@ -52,6 +53,15 @@ pub(crate) fn start(vm: &Arc<Vm>, recording: Option<Recording>) {
         // Faults bring the pages all the same.
         tracing::warn!(restore = %vm.name, "no thread to load pages: {why}");
     }
+}
+
+/// The recording of a VM that was taken over. Its file may be gone, which costs only time.
+fn again(vm: &Vm) -> Option<Recording> {
+    let path = vm.restore.replay.as_deref()?;
+    let recording = Recording::load(path);
+    recording
+        .inspect_err(|why| tracing::warn!(restore = %vm.name, "the replay ends here: {why}"))
+        .ok()
 }
 
 /// Tells of the end of some work, unless the VM or the pager has ended before it.

@@ -1,9 +1,11 @@
 //! Recordings of first touches, and restores that load them.
 
+use crate::restore::Slow;
 use crate::scene::{Scene, config, data_pages, drop_from_cache, files, name, pages};
-use pageferry_pager::{Recording, RestoreError};
+use pageferry_pager::{FileSource, Pager, Recording, Restore, RestoreError, Settings, Stores};
 use pageferry_testkit::firecracker::{Fields, PAGE_BYTES, Task};
 use pageferry_testkit::wait_until;
+use std::sync::Arc;
 
 #[test]
 fn recorded_pages_are_there_before_they_are_touched() {
@@ -68,4 +70,39 @@ fn recorded_pages_are_there_before_they_are_touched() {
     );
     assert_eq!(files(&scene.scratch.state()), ["lock"]);
     assert!(!scene.scratch.path("socket").exists());
+}
+
+#[test]
+fn the_next_pager_goes_on_with_a_replay() {
+    let mut scene = Scene::new("replay", config(32));
+    let path = scene.scratch.path("recording");
+    let offsets = data_pages(&scene.config).map(|page| page * PAGE_BYTES);
+    let recording = Recording::of(offsets);
+    recording.save(&path).expect("a file");
+    let file = FileSource::open(&scene.memory()).expect("a source");
+    let store = Slow(Arc::new(file));
+    let settings = || Settings {
+        directory: scene.scratch.state(),
+        stores: Stores::new([Arc::new(store.clone()) as _]),
+        ..Settings::default()
+    };
+    let (first, second) = (settings(), settings());
+    drop(scene.pager);
+    scene.pager = Pager::start(first).expect("a pager");
+    let mut request = Restore::new("slow://memory", scene.scratch.path("socket"));
+    request.replay = Some(path);
+    let Some(mut double) = scene.serve(&request, Fields::Both) else {
+        return;
+    };
+    wait_until("a part of the replay", || scene.vm().replayed > 0);
+    drop(scene.pager);
+    scene.pager = Pager::start(second).expect("a pager");
+    let before = scene.vm().resident;
+    assert!(before < recording.len() as u64 / 2, "{before} pages");
+    // One page in 64, from the 33rd on, is left out as a sample.
+    let all = (0..recording.len()).filter(|at| at % 64 != 32).count() as u64;
+    wait_until("the rest of the replay", || scene.vm().resident == all);
+    crate::scene::verify(&mut double);
+    assert!(double.quit().success());
+    scene.assert_ended();
 }

@@ -221,7 +221,7 @@ fn a_restore_that_ends_during_a_handshake_leaves_nothing() {
 
 /// A store whose reads take 100 ms.
 #[derive(Clone, Debug)]
-struct Slow(Arc<dyn Source>);
+pub(crate) struct Slow(pub(crate) Arc<dyn Source>);
 
 impl Store for Slow {
     fn schemes(&self) -> &[&str] {
