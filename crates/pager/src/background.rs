@@ -5,7 +5,7 @@
 //!
 //! **Mechanism.** A recording becomes blocks of the source in the order of their first touches.
 //! Several threads read the blocks, each from its first to its last recorded page, and place the
-//! recorded pages only. Loading all goes through the pages in order.
+//! recorded pages only. Loading all goes through the pages in order, also by several threads.
 
 use crate::events::Happened;
 use crate::options::Background;
@@ -14,13 +14,15 @@ use crate::vm::Vm;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// The reads of a recording at once. A source with a latency of 20 ms and blocks of 64 KiB then
 /// gives 50 MB a second, and a local disk has enough to choose from.
 const READS: usize = 16;
-/// The bytes that loading all reads at once.
+/// The threads that load all memory.
+const LOADERS: usize = 4;
+/// The bytes that each of them reads at once.
 const STEP: u64 = 256 << 10;
 /// A VM without a fault for this long is idle.
 const IDLE: Duration = Duration::from_millis(5);
@@ -96,11 +98,15 @@ fn replay(vm: &Vm, recording: &Recording) {
             }
         }
     };
+    on_threads(vm, READS.min(blocks.len()), work);
+}
+
+/// Does `work` on several threads, and waits for them. Fewer do the same.
+fn on_threads(vm: &Vm, count: usize, work: impl Fn() + Sync) {
     std::thread::scope(|scope| {
-        for _ in 1..READS.min(blocks.len()) {
-            let thread = std::thread::Builder::new().name(format!("replay-{}", vm.name));
-            // Fewer threads load the same.
-            let _ = thread.spawn_scoped(scope, work);
+        for _ in 1..count {
+            let thread = std::thread::Builder::new().name(format!("load-{}", vm.name));
+            let _ = thread.spawn_scoped(scope, &work);
         }
         work();
     });
@@ -191,45 +197,64 @@ fn load_all(vm: &Vm) {
         Background::Idle => None,
         Background::Rate(rate) => Some(rate.get() as f64),
     };
-    lower_priority();
-    let page_bytes = vm.regions.page_bytes();
-    let mut buffer = Vec::new();
-    let (began, mut bytes) = (Instant::now(), 0_u64);
-    let mut page = 0;
-    while page < vm.regions.pages() && !vm.stop.is_asked() {
-        let step = vm.regions.block_of(page, STEP);
-        let run = missing_run(vm, page..step.end);
-        page = run.end;
-        if run.is_empty() {
-            continue;
-        }
-        let (_, offset) = vm.regions.place_of(run.start);
-        let len = (run.end - run.start) * page_bytes;
-        let contents = if vm.source.is_zero(offset, len) {
-            None
-        } else {
-            match rate {
-                Some(rate) => {
-                    let due = Duration::from_secs_f64(bytes as f64 / rate);
-                    pause(vm, due.saturating_sub(began.elapsed()));
-                }
-                None => {
-                    while !vm.stop.is_asked() && (vm.jobs.waiting() > 0 || vm.idle_for() < IDLE) {
-                        std::thread::sleep(Duration::from_millis(1));
-                    }
-                }
-            }
-            if !read(vm, &run, &mut buffer) {
+    let step_pages = (STEP / vm.regions.page_bytes()).max(1);
+    let (next, loaded, began) = (AtomicU64::new(0), AtomicU64::new(0), Instant::now());
+    on_threads(vm, LOADERS, || {
+        lower_priority();
+        let mut buffer = Vec::new();
+        while !vm.stop.is_asked() {
+            let first = next.fetch_add(step_pages, Ordering::Relaxed);
+            let end = (first + step_pages).min(vm.regions.pages());
+            let mut page = first;
+            if page >= end {
                 return;
             }
-            bytes += len;
-            Some(&buffer[..])
-        };
-        match vm.place_all(run, contents) {
-            Some(fresh) => vm.figures.loaded(fresh),
-            None => return,
+            while page < end {
+                let block = vm.regions.block_of(page, STEP);
+                let run = missing_run(vm, page..block.end.min(end));
+                page = run.end;
+                let pace = |len| match rate {
+                    Some(rate) => {
+                        let before = loaded.fetch_add(len, Ordering::Relaxed);
+                        let due = Duration::from_secs_f64(before as f64 / rate);
+                        pause(vm, due.saturating_sub(began.elapsed()));
+                    }
+                    None => wait_idle(vm),
+                };
+                if !run.is_empty() && !load(vm, run, &mut buffer, pace) {
+                    return;
+                }
+            }
         }
+    });
+}
+
+/// Waits until the VM has no fault for a while.
+fn wait_idle(vm: &Vm) {
+    while !vm.stop.is_asked() && (vm.jobs.waiting() > 0 || vm.idle_for() < IDLE) {
+        std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Loads pages of one region. `pace` waits before a read of so many bytes. Returns false once the
+/// VM has ended.
+fn load(vm: &Vm, run: Range<u64>, buffer: &mut Vec<u8>, pace: impl Fn(u64)) -> bool {
+    let (_, offset) = vm.regions.place_of(run.start);
+    let len = (run.end - run.start) * vm.regions.page_bytes();
+    let contents = if vm.source.is_zero(offset, len) {
+        None
+    } else {
+        pace(len);
+        if !read(vm, &run, buffer) {
+            return false;
+        }
+        Some(&buffer[..])
+    };
+    let placed = vm.place_all(run, contents);
+    if let Some(fresh) = placed {
+        vm.figures.loaded(fresh);
+    }
+    placed.is_some()
 }
 
 /// The first run of missing pages in `pages`; empty, and at the end, if there is none.
