@@ -44,6 +44,9 @@ pub trait Source: std::fmt::Debug + Send + Sync {
 
     /// Tells this source from a changed one of the same path.
     fn identity(&self) -> String;
+
+    /// Drops copies of these bytes: they were damaged. The next read brings them anew.
+    fn forget(&self, _offset: u64, _len: u64) {}
 }
 
 /// The failure of a source. The pager tries again, since a network or a disk may come back.
@@ -178,5 +181,9 @@ impl Blob for InStore {
             SourceError::Short { .. } => io::ErrorKind::UnexpectedEof.into(),
             why => io::Error::other(why),
         })
+    }
+
+    fn forget(&self, offset: u64, len: u64) {
+        self.0.forget(offset, len);
     }
 }
