@@ -23,7 +23,7 @@ use pageferry_pager::{FileSource, Source, SourceError, Store};
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
@@ -59,7 +59,8 @@ impl Default for Patience {
 /// for a path of this host.
 #[derive(Debug)]
 pub struct ObjectStores {
-    shared: Arc<Shared>,
+    shared: OnceLock<Arc<Shared>>,
+    patience: Patience,
     cache: Cache,
     environment: Vec<(String, String)>,
     /// By scheme and bucket: connections are used again.
@@ -94,24 +95,39 @@ impl Shared {
 impl ObjectStores {
     /// The stores with the credentials and endpoints that the environment of this process names.
     /// See `docs/object-stores.md` for the variables.
-    ///
-    /// # Errors
-    /// When the host has no room for threads.
-    pub fn from_env(cache: Cache) -> io::Result<Self> {
+    #[must_use]
+    pub fn from_env(cache: Cache) -> Self {
         let variables = std::env::vars_os()
             .filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)));
         Self::new(variables, cache, Patience::default())
     }
 
     /// The stores with the credentials and endpoints of these variables.
-    ///
-    /// # Errors
-    /// When the host has no room for threads.
     pub fn new(
         environment: impl IntoIterator<Item = (String, String)>,
         cache: Cache,
         patience: Patience,
-    ) -> io::Result<Self> {
+    ) -> Self {
+        let ours = |key: &str| ["AWS_", "GOOGLE_", "AZURE_"].map(|start| key.starts_with(start));
+        let environment = environment
+            .into_iter()
+            .filter(|(key, _)| ours(key).contains(&true))
+            .map(|(key, value)| (key.to_ascii_lowercase(), value))
+            .collect();
+        Self {
+            shared: OnceLock::new(),
+            patience,
+            cache,
+            environment,
+            clients: Mutex::default(),
+        }
+    }
+
+    /// The runtime. A pager that opens no object has none.
+    fn shared(&self) -> io::Result<&Arc<Shared>> {
+        if let Some(shared) = self.shared.get() {
+            return Ok(shared);
+        }
         // reqwest takes the provider of the process. It is ring in this workspace, and whoever
         // chose another one may have it.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -120,22 +136,13 @@ impl ObjectStores {
             .thread_name("object-store")
             .enable_all()
             .build()?;
-        let ours = |key: &str| ["AWS_", "GOOGLE_", "AZURE_"].map(|start| key.starts_with(start));
-        let environment = environment
-            .into_iter()
-            .filter(|(key, _)| ours(key).contains(&true))
-            .map(|(key, value)| (key.to_ascii_lowercase(), value))
-            .collect();
-        Ok(Self {
-            shared: Arc::new(Shared {
-                runtime: Some(runtime),
-                requests: Semaphore::new(REQUESTS),
-                patience,
-            }),
-            cache,
-            environment,
-            clients: Mutex::default(),
-        })
+        let shared = Arc::new(Shared {
+            runtime: Some(runtime),
+            requests: Semaphore::new(REQUESTS),
+            patience: self.patience,
+        });
+        // Another thread may have been faster.
+        Ok(self.shared.get_or_init(|| shared))
     }
 
     fn client(&self, scheme: &str, bucket: &str) -> Result<Arc<dyn ObjectStore>, Error> {
@@ -217,11 +224,15 @@ impl Store for ObjectStores {
             head: true,
             ..GetOptions::default()
         };
-        let mut tries = Tries::new(self.shared.patience);
-        let meta = self.shared.wait(async {
+        let shared = self.shared().map_err(|why| SourceError::Failed {
+            what: address.to_owned(),
+            why,
+        })?;
+        let mut tries = Tries::new(self.patience);
+        let meta = shared.wait(async {
             loop {
                 let asked = client.get_opts(&path, head.clone());
-                match timeout(self.shared.patience.answer, asked).await {
+                match timeout(self.patience.answer, asked).await {
                     Ok(Ok(found)) => return Ok(found.meta),
                     Ok(Err(why)) if is_final(&why) => return Err(of_store(address, &why)),
                     Ok(Err(why)) => tries.again(address, &why.to_string()).await?,
@@ -230,7 +241,7 @@ impl Store for ObjectStores {
             }
         })?;
         let object = Arc::new(Object {
-            shared: self.shared.clone(),
+            shared: shared.clone(),
             address: address.to_owned(),
             client,
             path,
@@ -356,11 +367,7 @@ impl Object {
         let patience = self.shared.patience.answer;
         let asked = GetOptions {
             // A weak tag never matches. What the answer says is compared all the same.
-            if_match: self
-                .meta
-                .e_tag
-                .clone()
-                .filter(|tag| !tag.starts_with("W/")),
+            if_match: self.meta.e_tag.clone().filter(|tag| !tag.starts_with("W/")),
             range: Some((offset + *filled as u64..offset + buffer.len() as u64).into()),
             ..GetOptions::default()
         };

@@ -10,6 +10,7 @@ mod api;
 mod args;
 mod http;
 mod service;
+mod stores;
 mod text;
 
 use crate::exit::{Exit, Failure};
@@ -18,7 +19,9 @@ use crate::signals::Interrupts;
 use crate::sockets;
 pub(crate) use args::PagerArgs;
 use args::{ApiArgs, EndArgs, PagerCommand, RestoreArgs, RunArgs, ServeArgs, StatusArgs};
-use pageferry_pager::{Name, Pager, Phase, RestoreError, Settings, StartError, Status, Survival};
+use pageferry_pager::{
+    Name, Pager, Phase, RestoreError, Settings, StartError, Status, Stores, Survival,
+};
 use serde_json::Value;
 use std::ffi::OsString;
 use std::os::unix::net::UnixListener;
@@ -52,7 +55,7 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
     }
 }
 
-fn start(directory: PathBuf, take_over: bool) -> Result<Pager, Failure> {
+fn start(directory: PathBuf, take_over: bool, stores: Stores) -> Result<Pager, Failure> {
     let kept = service::kept()?;
     let settings = Settings {
         directory,
@@ -60,6 +63,7 @@ fn start(directory: PathBuf, take_over: bool) -> Result<Pager, Failure> {
         may_not_take: !service::may_take(),
         keeper: service::keeper(),
         kept,
+        stores,
     };
     Pager::start(settings).map_err(|why| {
         let exit = match why {
@@ -92,7 +96,7 @@ fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         None => beside(&restore.socket, ".pager"),
     };
     let name: Name = "vm".parse().map_err(|why| Failure::os("a name", why))?;
-    let pager = start(directory.clone(), args.take_over)?;
+    let pager = start(directory.clone(), args.take_over, args.stores.open()?)?;
     if pager.status(&name).is_none() {
         pager
             .restore(&name, restore.clone())
@@ -227,7 +231,11 @@ fn serve(args: &ServeArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     };
     let directory = args.state.clone().unwrap_or_else(|| beside(&api, ".state"));
     // The lock of the directory comes first: it says whether a socket that is there is stale.
-    let pager = Arc::new(start(directory.clone(), args.take_over)?);
+    let pager = Arc::new(start(
+        directory.clone(),
+        args.take_over,
+        args.stores.open()?,
+    )?);
     let listener = listen(&api)?;
     let taken = pager.list();
     http::serve(listener, pager.clone())?;
