@@ -128,9 +128,6 @@ impl ObjectStores {
         if let Some(shared) = self.shared.get() {
             return Ok(shared);
         }
-        // reqwest takes the provider of the process. It is ring in this workspace, and whoever
-        // chose another one may have it.
-        let _ = rustls::crypto::ring::default_provider().install_default();
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
             .thread_name("object-store")
@@ -151,6 +148,9 @@ impl ObjectStores {
         if let Some(client) = clients.get(&key) {
             return Ok(client.clone());
         }
+        // reqwest takes the provider of the process. It is ring in this workspace, and whoever
+        // chose another one may have it.
+        let _ = rustls::crypto::ring::default_provider().install_default();
         // Reads repeat their requests themselves.
         let once = RetryConfig {
             max_retries: 0,
