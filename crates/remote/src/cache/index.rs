@@ -290,10 +290,16 @@ mod tests {
         assert!(Index::decode(&bytes, 3, 4095).entries.is_empty());
     }
 
-    #[test]
-    fn any_bytes_decode() {
-        fuzz(&[]);
-        fuzz(&[0xff; 1024]);
-        fuzz(&with(16, 20).encode());
+    proptest::proptest! {
+        #[test]
+        fn any_bytes_decode(
+            bytes in proptest::collection::vec(0_u8..4, 0..1200),
+            damaged in 0_usize..1024,
+        ) {
+            fuzz(&bytes);
+            let mut bytes = with(16, 20).encode();
+            bytes[damaged] = bytes[damaged].wrapping_add(1);
+            fuzz(&bytes);
+        }
     }
 }

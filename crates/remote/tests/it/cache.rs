@@ -8,8 +8,8 @@ use proptest::prelude::*;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 #[derive(Debug)]
@@ -58,6 +58,7 @@ impl Source for Memory {
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
         self.reads.fetch_add(1, Ordering::Relaxed);
         if self.fails.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(50));
             return Err(SourceError::Failed {
                 what: "memory".to_owned(),
                 why: io::ErrorKind::BrokenPipe.into(),
@@ -253,6 +254,18 @@ fn a_read_that_fails_is_not_kept() {
         panic!("{error}");
     };
     assert_eq!(why.kind(), io::ErrorKind::BrokenPipe);
+    // Threads that wait for another one's read get its error.
+    let barrier = Barrier::new(8);
+    std::thread::scope(|scope| {
+        for number in 0..8 {
+            let (source, barrier) = (&source, &barrier);
+            scope.spawn(move || {
+                barrier.wait();
+                let read = source.read(number * 4096, &mut [0; 4096]);
+                assert!(read.unwrap_err().to_string().contains("broken pipe"));
+            });
+        }
+    });
     memory.fails.store(false, Ordering::Relaxed);
     assert_eq!(page(&*source, 0), memory.bytes[..4096]);
 }

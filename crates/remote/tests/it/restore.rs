@@ -3,15 +3,17 @@
 use crate::object::put_packed;
 use crate::server::{Behaviour, Fault, Server};
 use crate::{Scratch, stores};
-use pageferry_pager::{Format, Name, Pager, Phase, Restore, Settings, Store, Stores};
+use pageferry_pager::{Format, Name, Pager, Phase, Recording, Restore, Settings, Store, Stores};
 use pageferry_remote::Cache;
+use pageferry_remote::cache::BLOCK;
 use pageferry_testkit::firecracker::{
     Backend, Config, Double, Fields, PAGE_BYTES, Task, write_memory_file,
 };
 use pageferry_testkit::wait_until;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
@@ -118,4 +120,83 @@ fn every_page_of_a_vm_comes_over_a_server_that_fails() {
     let packed = "s3://bucket/web/packed";
     assert!(restore(&scratch, &stores, &config, packed, Format::Packed));
     assert!(!Path::new(&scratch.path("socket")).exists());
+}
+
+/// The time until a VM has touched all its pages, without a cache on disk.
+fn touch_all(
+    scratch: &Scratch,
+    server: &Server,
+    config: &Config,
+    replay: Option<std::path::PathBuf>,
+) -> Option<Duration> {
+    let mut double = Double::start(config)?;
+    let stores = stores(server.port, Cache::in_memory());
+    let pager = Pager::start(Settings {
+        directory: scratch.path("state"),
+        stores: Stores::new([Arc::new(stores) as Arc<dyn Store>]),
+        ..Settings::default()
+    })
+    .expect("a pager");
+    let mut restore = Restore::new("s3://bucket/web/memory", scratch.path("socket"));
+    restore.replay = replay;
+    let name: Name = "vm".parse().expect("a name");
+    pager.restore(&name, restore.clone()).expect("a restore");
+    let began = Instant::now();
+    double
+        .connect(&restore.socket, Fields::Both)
+        .expect("connected");
+    double.perform(Task::VerifyAll);
+    let took = began.elapsed();
+    let status = double.status();
+    assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
+    drop(double);
+    assert!(pager.wait_ended(&name, pageferry_testkit::LIMIT));
+    Some(took)
+}
+
+#[test]
+fn a_recording_hides_the_latency_of_a_store() {
+    let scratch = Scratch::new("replay");
+    let config = Config {
+        regions: vec![32 * MIB],
+        balloon_us: None,
+        ..config(3)
+    };
+    let memory = memory(&scratch, &config);
+    let server = Server::start(Behaviour {
+        delay: Duration::from_millis(20),
+        ..Behaviour::default()
+    });
+    let bytes = memory.len() as u64;
+    server.put("bucket/web/memory", memory);
+    let Some(on_demand) = touch_all(&scratch, &server, &config, None) else {
+        return;
+    };
+    let recording = scratch.path("recording");
+    Recording::of((0..bytes).step_by(4096))
+        .save(&recording)
+        .expect("a recording");
+    let replayed = touch_all(&scratch, &server, &config, Some(recording)).expect("as before");
+    // The lower bound: as many reads at once, and nothing is done with the bytes.
+    let stores = stores(server.port, Cache::in_memory());
+    let source = stores.open("s3://bucket/web/memory").expect("an object");
+    let (next, began) = (AtomicU64::new(0), Instant::now());
+    std::thread::scope(|scope| {
+        for _ in 0..16 {
+            scope.spawn(|| {
+                let mut block = vec![0; BLOCK as usize];
+                loop {
+                    let at = next.fetch_add(BLOCK, Ordering::Relaxed);
+                    if at >= bytes {
+                        return;
+                    }
+                    source.read(at, &mut block).expect("a block");
+                }
+            });
+        }
+    });
+    let bare = began.elapsed();
+    println!("on demand {on_demand:?}, replayed {replayed:?}, bare transfer {bare:?}");
+    assert!(on_demand > Duration::from_millis(20) * (bytes / BLOCK) as u32);
+    assert!(replayed * 2 < on_demand, "{replayed:?}, {on_demand:?}");
 }

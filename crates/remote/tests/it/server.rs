@@ -1,8 +1,8 @@
 //! A server of objects that fails on request. A tool for tests only: it knows HEAD, and GET with a
 //! range. In front of another server it is a proxy that fails.
 
-use http_body_util::{BodyExt, Full};
-use hyper::body::{Bytes, Incoming};
+use http_body_util::BodyExt;
+use hyper::body::{Body, Bytes, Frame, Incoming};
 use hyper::header::{
     CONTENT_LENGTH, CONTENT_RANGE, ETAG, HeaderMap, HeaderValue, IF_MATCH, LAST_MODIFIED, RANGE,
 };
@@ -12,7 +12,9 @@ use hyper_util::rt::TokioIo;
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
@@ -142,7 +144,23 @@ async fn accept(listener: TcpListener, state: Arc<Mutex<State>>) {
     }
 }
 
-type Answer = Response<Full<Bytes>>;
+/// A body whose length is what the head says, right or wrong.
+#[derive(Default)]
+struct Part(Option<Bytes>);
+
+impl Body for Part {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        Poll::Ready(self.0.take().map(|bytes| Ok(Frame::data(bytes))))
+    }
+}
+
+type Answer = Response<Part>;
 
 async fn answer(
     state: Arc<Mutex<State>>,
@@ -180,7 +198,7 @@ fn range(headers: &HeaderMap) -> Option<Range<u64>> {
 }
 
 fn status(code: StatusCode) -> Answer {
-    let mut answer = Response::new(Full::default());
+    let mut answer = Response::new(Part::default());
     *answer.status_mut() = code;
     answer
 }
@@ -217,7 +235,7 @@ fn local(state: &Mutex<State>, behaviour: &Behaviour, request: &Request<Incoming
         Method::HEAD => Bytes::new(),
         _ => body,
     };
-    answer.body(Full::new(body)).expect("an answer")
+    answer.body(Part(Some(body))).expect("an answer")
 }
 
 async fn spoil(
@@ -247,7 +265,7 @@ async fn spoil(
             body[middle] ^= 1;
         }
     }
-    Ok(Response::from_parts(head, Full::new(body.into())))
+    Ok(Response::from_parts(head, Part(Some(body.into()))))
 }
 
 async fn forward(
@@ -263,5 +281,5 @@ async fn forward(
     });
     let (head, body) = sender.send_request(request).await?.into_parts();
     let body = body.collect().await?.to_bytes();
-    Ok(Response::from_parts(head, Full::new(body)))
+    Ok(Response::from_parts(head, Part(Some(body))))
 }
