@@ -5,10 +5,10 @@
 //! bytes than it may, and keeps its blocks over a restart. Its damage is a miss. A directory that
 //! is full, slow or broken fails no read and delays none.
 //!
-//! **Mechanism.** [`Cache::wrap`] gives one [`Cached`] for a source and its identity. It has blocks
+//! **Mechanism.** [`Cache::wrap`] gives one `Cached` for a source and its identity. It has blocks
 //! of [`BLOCK`] bytes that are there or are coming: the first reader brings them, and others wait
 //! for it. The last few stay in memory, since a VM touches their pages one by one. A thread writes
-//! blocks to the [`disk`], and what it cannot keep up with is passed over.
+//! blocks to disk, and what it cannot keep up with is passed over.
 //!
 //! **Neighbours.** Below: [`Source`] of `pager`, which it takes and gives.
 
