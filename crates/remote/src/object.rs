@@ -235,7 +235,7 @@ impl Store for ObjectStores {
                 match timeout(self.patience.answer, asked).await {
                     Ok(Ok(found)) => return Ok(found.meta),
                     Ok(Err(why)) if is_final(&why) => return Err(of_store(address, &why)),
-                    Ok(Err(why)) => tries.again(address, &why.to_string()).await?,
+                    Ok(Err(why)) => tries.again(address, &with_cause(&why)).await?,
                     Err(_) => tries.again(address, "no answer in time").await?,
                 }
             }
@@ -257,6 +257,20 @@ fn identity(meta: &ObjectMeta) -> String {
     match &meta.e_tag {
         Some(tag) => format!("{} bytes, entity tag {tag}", meta.size),
         None => format!("{} bytes, changed at {}", meta.size, meta.last_modified),
+    }
+}
+
+/// An error and its cause: what `object_store` says ends before "connection refused" or the fault of
+/// a certificate.
+fn with_cause(why: &Error) -> String {
+    let mut cause: &dyn std::error::Error = why;
+    while let Some(deeper) = cause.source() {
+        cause = deeper;
+    }
+    let (text, cause) = (why.to_string(), cause.to_string());
+    match text.contains(&cause) {
+        true => text,
+        false => format!("{text}: {cause}"),
     }
 }
 
@@ -352,7 +366,7 @@ impl Object {
         match why {
             Error::Precondition { .. } => self.changed("another object".to_owned()),
             why if is_final(why) => Ended::Final(of_store(&self.address, why)),
-            why => Ended::Again(why.to_string()),
+            why => Ended::Again(with_cause(why)),
         }
     }
 

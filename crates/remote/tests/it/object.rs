@@ -183,6 +183,18 @@ fn a_server_that_never_answers_ends_a_read_in_time() {
 }
 
 #[test]
+fn a_server_that_is_not_there_is_told() {
+    let server = Server::start(Behaviour::default());
+    let stores = stores(server.port, Cache::in_memory());
+    drop(server);
+    let error = stores.open(MEMORY).unwrap_err().to_string();
+    assert!(
+        error.contains("given up after") && error.contains("refused"),
+        "{error}"
+    );
+}
+
+#[test]
 fn objects_that_cannot_be_had_are_refused_at_once() {
     let server = Server::start(Behaviour::default());
     let stores = stores(server.port, Cache::in_memory());
