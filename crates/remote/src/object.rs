@@ -260,8 +260,8 @@ fn identity(meta: &ObjectMeta) -> String {
     }
 }
 
-/// An error and its cause: what `object_store` says ends before "connection refused" or the fault of
-/// a certificate.
+/// An error and its cause: what `object_store` says ends before "connection refused", or the fault
+/// of a certificate.
 fn with_cause(why: &Error) -> String {
     let mut cause: &dyn std::error::Error = why;
     while let Some(deeper) = cause.source() {

@@ -52,7 +52,8 @@ fn answer(mut stream: TcpStream, object: &[u8], gets: &AtomicU64) {
         None => ("200 OK", String::new(), object),
     };
     let head = format!(
-        "HTTP/1.1 {status}\r\n{more}Content-Length: {}\r\nETag: \"one\"\r\nConnection: close\r\n\r\n",
+        "HTTP/1.1 {status}\r\n{more}Content-Length: {}\r\nETag: \"one\"\r\n\
+         Connection: close\r\n\r\n",
         body.len()
     );
     // A client that went away asks again.

@@ -1,4 +1,4 @@
-//! A cache between a pager and a slow source: blocks in memory, and on disk if there is a directory.
+//! A cache between a pager and a slow source: blocks in memory, and in a directory.
 //!
 //! **Guarantee.** Reads of the same block by any restores of the process are one read of the
 //! source. Its missing blocks that follow each other are one read too. The directory has no more
