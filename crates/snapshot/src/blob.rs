@@ -18,6 +18,9 @@ pub trait Blob: Send + Sync {
     /// [`io::ErrorKind::UnexpectedEof`] if they are fewer, and what the reading meets. The buffer
     /// has no meaning then.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
+
+    /// Drops copies of these bytes: they were damaged. The next read brings them anew.
+    fn forget(&self, _offset: u64, _len: u64) {}
 }
 
 impl Blob for File {

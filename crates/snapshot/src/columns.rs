@@ -164,6 +164,7 @@ impl Place<'_> {
             .map_err(Fault::of_read)?;
         let sum = self.sums[block as usize * Column::ALL.len() + column as usize];
         if xxh3_64(&part) != sum {
+            self.file.forget(at, part.len() as u64);
             return Err(Fault::Index(column.name()));
         }
         Ok(part.into())

@@ -393,6 +393,17 @@ impl fmt::Debug for Snapshot {
 
 /// Reads and verifies the bytes of a row.
 fn read(source: &Source, row: &Row, out: &mut [u8]) -> Result<(), Fault> {
+    let read = read_stored(source, row, out);
+    if matches!(
+        read,
+        Err(Fault::Stored | Fault::Decompress | Fault::Content)
+    ) {
+        source.file.forget(row.place, row.bytes.into());
+    }
+    read
+}
+
+fn read_stored(source: &Source, row: &Row, out: &mut [u8]) -> Result<(), Fault> {
     let stored_at = |to: &mut [u8]| {
         source
             .file

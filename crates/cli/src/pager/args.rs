@@ -1,5 +1,6 @@
 //! The flags of `pageferry pager`.
 
+use super::stores::StoreArgs;
 use crate::size;
 use clap::{Args, Subcommand, ValueEnum};
 use pageferry_pager::{Background, Format, Name, OnLoss, Owner, Restore};
@@ -54,7 +55,7 @@ pub(crate) struct SnapshotArgs {
     /// The socket to make, for Firecracker's `backend_path`
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: PathBuf,
-    /// The memory file of the snapshot
+    /// The memory file of the snapshot, or its address in a store, such as s3://bucket/memory
     #[arg(long, value_name = "FILE")]
     pub(crate) memory: PathBuf,
     /// The file is a snapshot packed by `pageferry snapshot pack`, with its bases beside it
@@ -88,10 +89,11 @@ impl SnapshotArgs {
     /// directory.
     pub(crate) fn restore(&self) -> std::io::Result<Restore> {
         let absolute = |path: &Option<PathBuf>| path.as_ref().map(std::path::absolute).transpose();
-        let mut restore = Restore::new(
-            std::path::absolute(&self.memory)?,
-            std::path::absolute(&self.socket)?,
-        );
+        let memory = match pageferry_pager::is_address(&self.memory) {
+            true => self.memory.clone(),
+            false => std::path::absolute(&self.memory)?,
+        };
+        let mut restore = Restore::new(memory, std::path::absolute(&self.socket)?);
         if self.packed {
             restore.format = Format::Packed;
         }
@@ -129,6 +131,8 @@ pub(crate) enum OnLossArg {
 pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) snapshot: SnapshotArgs,
+    #[command(flatten)]
+    pub(crate) stores: StoreArgs,
     /// The directory with what outlives this process [default: the socket's path and `.pager`]
     #[arg(long, value_name = "DIR")]
     pub(crate) state: Option<PathBuf>,
@@ -153,6 +157,8 @@ pub(crate) struct ApiArgs {
 pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) api: ApiArgs,
+    #[command(flatten)]
+    pub(crate) stores: StoreArgs,
     /// The directory with what outlives this process [default: the API socket's path and `.state`]
     #[arg(long, value_name = "DIR")]
     pub(crate) state: Option<PathBuf>,

@@ -12,6 +12,7 @@ mod http;
 mod recording;
 mod report;
 mod service;
+mod stores;
 mod text;
 mod watch;
 
@@ -60,7 +61,7 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
     }
 }
 
-fn start(directory: PathBuf, take_over: bool) -> Result<Pager, Failure> {
+fn start(directory: PathBuf, take_over: bool, stores: Stores) -> Result<Pager, Failure> {
     let kept = service::kept()?;
     let settings = Settings {
         directory,
@@ -68,7 +69,7 @@ fn start(directory: PathBuf, take_over: bool) -> Result<Pager, Failure> {
         may_not_take: !service::may_take(),
         keeper: service::keeper(),
         kept,
-        stores: Stores::default(),
+        stores,
     };
     Pager::start(settings).map_err(|why| {
         let exit = match why {
@@ -101,7 +102,7 @@ fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         None => beside(&restore.socket, ".pager"),
     };
     let name: Name = "vm".parse().map_err(|why| Failure::os("a name", why))?;
-    let pager = start(directory.clone(), args.take_over)?;
+    let pager = start(directory.clone(), args.take_over, args.stores.open()?)?;
     if pager.status(&name).is_none() {
         pager
             .restore(&name, restore.clone())
@@ -236,7 +237,11 @@ fn serve(args: &ServeArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     };
     let directory = args.state.clone().unwrap_or_else(|| beside(&api, ".state"));
     // The lock of the directory comes first: it says whether a socket that is there is stale.
-    let pager = Arc::new(start(directory.clone(), args.take_over)?);
+    let pager = Arc::new(start(
+        directory.clone(),
+        args.take_over,
+        args.stores.open()?,
+    )?);
     let listener = listen(&api)?;
     let taken = pager.list();
     http::serve(listener, pager.clone())?;

@@ -31,6 +31,8 @@ mod linux_moves;
 mod metrics;
 mod named_files;
 mod names;
+#[cfg(feature = "object-store")]
+mod object_store;
 mod output;
 mod pager;
 mod paused;

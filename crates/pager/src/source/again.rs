@@ -84,4 +84,10 @@ impl Source for Again {
     fn identity(&self) -> String {
         self.identity.clone()
     }
+
+    fn forget(&self, offset: u64, len: u64) {
+        if let Some(source) = self.opened.get() {
+            source.forget(offset, len);
+        }
+    }
 }

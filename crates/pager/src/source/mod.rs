@@ -44,6 +44,9 @@ pub trait Source: std::fmt::Debug + Send + Sync {
 
     /// Tells this source from a changed one of the same path.
     fn identity(&self) -> String;
+
+    /// Drops copies of these bytes: they were damaged. The next read brings them anew.
+    fn forget(&self, _offset: u64, _len: u64) {}
 }
 
 /// The failure of a source. The pager tries again, since a network or a disk may come back.
@@ -156,6 +159,12 @@ pub fn open(path: &Path, format: Format) -> Result<Arc<dyn Source>, SourceError>
     })
 }
 
+/// Whether a path is an address in a store, such as `s3://bucket/memory`.
+#[must_use]
+pub fn is_address(path: &Path) -> bool {
+    address(path).is_some()
+}
+
 /// The scheme of an address, and the address. `None` for a path.
 fn address(path: &Path) -> Option<(&str, &str)> {
     let address = path.to_str()?;
@@ -178,5 +187,9 @@ impl Blob for InStore {
             SourceError::Short { .. } => io::ErrorKind::UnexpectedEof.into(),
             why => io::Error::other(why),
         })
+    }
+
+    fn forget(&self, offset: u64, len: u64) {
+        self.0.forget(offset, len);
     }
 }

@@ -4,12 +4,14 @@
 //! keeps the compressed bytes in its page cache besides.
 
 use super::{InStore, Source, SourceError, Store};
-use pageferry_snapshot::{Blob, OpenError, Snapshot};
+use pageferry_snapshot::{Blob, Fault, OpenError, Snapshot};
 use std::collections::VecDeque;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// The reads of a damaged chunk: the bytes may have been damaged on their way.
+const TRIES: u32 = 3;
 /// The bytes of chunks that are kept.
 const KEPT: usize = 8 << 20;
 
@@ -39,16 +41,30 @@ impl PackedSource {
         file: Arc<dyn Source>,
     ) -> Result<Self, SourceError> {
         let beside = address.rsplit_once('/').map_or("", |(beside, _)| beside);
-        let snapshot = Snapshot::from_blob(Arc::new(InStore(file)), Path::new(address), |name| {
-            let name = name.to_str().ok_or(io::ErrorKind::InvalidFilename)?;
-            let base = store.open(&format!("{beside}/{name}"));
-            let base = base.map_err(|why| match why {
-                SourceError::Failed { why, .. } => why,
-                why => io::Error::other(why),
-            })?;
-            Ok(Arc::new(InStore(base)) as Arc<dyn Blob>)
-        });
-        Self::of(snapshot, &address)
+        let mut tries = 1;
+        loop {
+            let mut opened = vec![file.clone()];
+            let own = Arc::new(InStore(file.clone()));
+            let snapshot = Snapshot::from_blob(own, Path::new(address), |name| {
+                let name = name.to_str().ok_or(io::ErrorKind::InvalidFilename)?;
+                let base = store.open(&format!("{beside}/{name}"));
+                let base = base.map_err(|why| match why {
+                    SourceError::Failed { why, .. } => why,
+                    why => io::Error::other(why),
+                })?;
+                opened.push(base.clone());
+                Ok(Arc::new(InStore(base)) as Arc<dyn Blob>)
+            });
+            match &snapshot {
+                Err(why) if tries < TRIES && !matches!(why, OpenError::Io { .. }) => {
+                    tries += 1;
+                    for file in opened {
+                        file.forget(0, file.bytes());
+                    }
+                }
+                _ => return Self::of(snapshot, &address),
+            }
+        }
     }
 
     fn of(
@@ -78,10 +94,21 @@ impl PackedSource {
             return Ok(chunk);
         }
         let mut bytes = vec![0; self.snapshot.chunk_len(index)];
-        let read = self.snapshot.read_chunk(index, &mut bytes);
-        read.map_err(|why| SourceError::Damaged {
-            what: self.snapshot.path().display().to_string(),
-            why: why.to_string(),
+        let mut read = self.snapshot.read_chunk(index, &mut bytes);
+        for _ in 1..TRIES {
+            if matches!(&read, Err(why) if !matches!(why.fault, Fault::Io(_))) {
+                read = self.snapshot.read_chunk(index, &mut bytes);
+            }
+        }
+        read.map_err(|error| {
+            let what = self.snapshot.path().display().to_string();
+            match error.fault {
+                Fault::Io(why) => SourceError::Failed { what, why },
+                _ => SourceError::Damaged {
+                    what,
+                    why: error.to_string(),
+                },
+            }
         })?;
         let chunk: Arc<[u8]> = bytes.into();
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);

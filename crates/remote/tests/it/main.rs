@@ -1,0 +1,71 @@
+//! Object stores and the cache, against servers that fail in many ways.
+
+mod cache;
+mod object;
+mod restore;
+mod s3s;
+mod server;
+
+use pageferry_remote::{Cache, ObjectStores, Patience};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+/// A process of its own for each double.
+#[test]
+fn firecracker_double() {
+    pageferry_testkit::firecracker::entry();
+}
+
+/// A directory that ends with its test.
+pub(crate) struct Scratch(PathBuf);
+
+impl Scratch {
+    pub(crate) fn new(name: &str) -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("pageferry-remote-{}-{number}-{name}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir(&path).expect("a directory");
+        Self(path)
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Bytes that differ everywhere, with a part of zeros.
+pub(crate) fn contents(len: usize) -> Vec<u8> {
+    let word = |at: u64| at.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
+    let words = (0..len as u64).map(|at| word(at / 8)[at as usize % 8]);
+    let mut bytes: Vec<u8> = words.collect();
+    let zeros = len / 3..len / 2;
+    bytes[zeros].fill(0);
+    bytes
+}
+
+/// Stores at a server on this host.
+pub(crate) fn stores(port: u16, cache: Cache) -> ObjectStores {
+    let endpoint = format!("http://127.0.0.1:{port}");
+    let variables = [
+        ("AWS_ENDPOINT", endpoint.as_str()),
+        ("AWS_ALLOW_HTTP", "true"),
+        ("AWS_ACCESS_KEY_ID", "pageferry"),
+        ("AWS_SECRET_ACCESS_KEY", "not-a-secret"),
+        ("AWS_REGION", "us-east-1"),
+        ("PATH", "/passed/over"),
+    ];
+    let variables = variables.map(|(key, value)| (key.to_owned(), value.to_owned()));
+    let patience = Patience {
+        answer: Duration::from_millis(400),
+        read: Duration::from_secs(5),
+    };
+    ObjectStores::new(variables, cache, patience)
+}
