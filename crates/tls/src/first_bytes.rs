@@ -46,7 +46,7 @@ impl FirstBytes {
             " (HTTP?)"
         } else if bytes.starts_with(b"SSH-") {
             " (SSH?)"
-        } else if bytes.len() >= 3 && bytes[0] == 0x16 && bytes[1] == 3 {
+        } else if bytes.len() >= 3 && matches!(bytes[0], 0x15 | 0x16) && bytes[1] == 3 {
             " (TLS?)"
         } else {
             ""

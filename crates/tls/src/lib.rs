@@ -37,7 +37,7 @@ pub use pem::{Pem, Tls, TlsFiles, TlsPem};
 /// The version of TLS on every connection that has it.
 pub const TLS_VERSION: &str = "TLS 1.3";
 
-// The README's example is a test.
+/// Runs the examples of the README.
 #[cfg(all(doctest, feature = "rustls"))]
 #[doc = include_str!("../README.md")]
-struct ReadmeDoctest;
+mod readme {}
