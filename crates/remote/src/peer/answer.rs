@@ -26,16 +26,21 @@ pub trait Limited: Read + Write {
     fn limit(&mut self, what: Awaits);
 }
 
-/// Answers the greeting of a peer.
+/// Answers the greeting of a peer. Calls `welcome` before a peer of this version can know that it
+/// is one.
 ///
 /// # Errors
 /// [`PeerError`], also for a peer that speaks something else. It has got the greeting then.
-pub fn greet(stream: &mut (impl Read + Write)) -> Result<(), PeerError> {
+pub fn greet(stream: &mut (impl Read + Write), welcome: impl FnOnce()) -> Result<(), PeerError> {
     let mut theirs = [0; HELLO_BYTES];
     stream.read_exact(&mut theirs)?;
+    let version = version_of(&theirs);
+    if version == Some(VERSION) {
+        welcome();
+    }
     stream.write_all(&hello())?;
     stream.flush()?;
-    match version_of(&theirs) {
+    match version {
         Some(VERSION) => Ok(()),
         Some(version) => Err(PeerError::Version(version)),
         None => Err(PeerError::Stranger {

@@ -251,14 +251,15 @@ impl Inner {
         let until = Instant::now() + self.limits.greeting;
         let tls = self.certificates();
         let mut link = Link::server(socket, tls.as_ref(), until)?;
-        if let Err(why) = greet(&mut link) {
+        // Without an entry it has to go: its socket is shut already.
+        let welcome = || {
+            if let Some(guest) = locked(&self.guests).all.get_mut(&number) {
+                guest.known = true;
+            }
+        };
+        if let Err(why) = greet(&mut link, welcome) {
             link.linger();
             return Err(why);
-        }
-        match locked(&self.guests).all.get_mut(&number) {
-            Some(guest) => guest.known = true,
-            // It had to go meanwhile.
-            None => return Ok(()),
         }
         let mut stream = WithLimits {
             link,

@@ -6,7 +6,7 @@ use super::wire::{
     Reply, Request, VERSION, check_len, decode_extents, hello, version_of,
 };
 use pageferry_tls::FirstBytes;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 
 /// A conversation over a stream. After an error that is no answer of the peer it is of no use.
 #[derive(Debug)]
@@ -23,11 +23,16 @@ impl<S: Read + Write> Talk<S> {
     pub fn begin(mut stream: S) -> Result<Self, PeerError> {
         stream.write_all(&hello())?;
         stream.flush()?;
-        let mut theirs = [0; HELLO_BYTES];
-        stream.read_exact(&mut theirs)?;
-        match version_of(&theirs) {
+        let mut theirs = Vec::new();
+        // A stranger may say less: TLS has an alert of 7 bytes for a peer without it.
+        (&mut stream)
+            .take(HELLO_BYTES as u64)
+            .read_to_end(&mut theirs)?;
+        let version = theirs.first_chunk().map(version_of);
+        match version.flatten() {
             Some(VERSION) => Ok(Self { stream, number: 0 }),
             Some(version) => Err(PeerError::Version(version)),
+            None if theirs.is_empty() => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
             None => Err(PeerError::Stranger {
                 first: FirstBytes::new(&theirs),
             }),
