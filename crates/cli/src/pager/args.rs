@@ -1,8 +1,9 @@
 //! The flags of `pageferry pager`.
 
+use crate::args::TlsArgs;
 use crate::size;
 use clap::{Args, Subcommand, ValueEnum};
-use pageferry_pager::{Background, Format, Name, OnLoss, Owner, Restore};
+use pageferry_pager::{Background, Format, Name, OnLoss, Owner, Restore, is_address};
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
@@ -29,6 +30,12 @@ pub(crate) enum PagerCommand {
     /// `status` and `end` send them. A pager that ends leaves its VMs waiting. The next one on the
     /// same state directory takes them up, and with --take-over it ends a pager that runs.
     Serve(ServeArgs),
+    /// Share snapshots with the pagers of other hosts, read-only
+    ///
+    /// A pager there reads them as pageferry://HOST:PORT/NAME, with the three --tls files of its
+    /// own. A packed snapshot needs its bases beside it: share the directory, or each under its
+    /// file name.
+    Share(ShareArgs),
     /// Let a VM start from a snapshot: ask the pager for a socket
     Restore(RestoreArgs),
     /// Show the restores of the pager
@@ -45,7 +52,7 @@ pub(crate) struct SnapshotArgs {
     /// The socket to make, for Firecracker's `backend_path`
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: PathBuf,
-    /// The memory file of the snapshot
+    /// The memory file of the snapshot, or pageferry://HOST:PORT/NAME of a host that shares it
     #[arg(long, value_name = "FILE")]
     pub(crate) memory: PathBuf,
     /// The file is a snapshot packed by `pageferry snapshot pack`, with its bases beside it
@@ -79,10 +86,11 @@ impl SnapshotArgs {
     /// directory.
     pub(crate) fn restore(&self) -> std::io::Result<Restore> {
         let absolute = |path: &Option<PathBuf>| path.as_ref().map(std::path::absolute).transpose();
-        let mut restore = Restore::new(
-            std::path::absolute(&self.memory)?,
-            std::path::absolute(&self.socket)?,
-        );
+        let memory = match is_address(&self.memory) {
+            true => self.memory.clone(),
+            false => std::path::absolute(&self.memory)?,
+        };
+        let mut restore = Restore::new(memory, std::path::absolute(&self.socket)?);
         if self.packed {
             restore.format = Format::Packed;
         }
@@ -126,6 +134,8 @@ pub(crate) struct RunArgs {
     /// End a pager that runs on the directory, and take up its VM
     #[arg(long)]
     pub(crate) take_over: bool,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Print the figures as one JSON object when the VM has ended
     #[arg(long)]
     pub(crate) json: bool,
@@ -150,6 +160,24 @@ pub(crate) struct ServeArgs {
     /// End a pager that runs on the directory, and take up its VMs
     #[arg(long)]
     pub(crate) take_over: bool,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+}
+
+/// `pageferry pager share`.
+#[derive(Debug, Args)]
+pub(crate) struct ShareArgs {
+    /// The files, each with the name that other hosts know
+    #[arg(value_name = "NAME=FILE", value_parser = shared, required_unless_present = "directory")]
+    pub(crate) files: Vec<(String, PathBuf)>,
+    /// Share all files in this directory and below, by their paths in it
+    #[arg(long, value_name = "DIR", conflicts_with = "files")]
+    pub(crate) directory: Option<PathBuf>,
+    /// Where to listen: HOST:PORT, with port 0 for any
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) listen: String,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
 }
 
 /// `pageferry pager restore`.
@@ -190,6 +218,15 @@ pub(crate) struct EndArgs {
     pub(crate) kill: bool,
 }
 
+fn shared(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, path)) if !name.is_empty() && !path.is_empty() => {
+            Ok((name.to_owned(), path.into()))
+        }
+        _ => Err("expected a name and a file, like web/memory=/snapshots/web.mem".to_owned()),
+    }
+}
+
 fn mode(text: &str) -> Result<u32, String> {
     u32::from_str_radix(text, 8)
         .ok()
@@ -218,6 +255,15 @@ mod tests {
         assert_eq!(mode("660"), Ok(0o660));
         for bad in ["", "8", "1000", "rw", "-1"] {
             assert!(mode(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_shared_file_has_a_name() {
+        let pair = ("web/memory".to_owned(), "/a=b".into());
+        assert_eq!(shared("web/memory=/a=b"), Ok(pair));
+        for bad in ["", "=", "a", "a=", "=a"] {
+            assert!(shared(bad).is_err(), "{bad}");
         }
     }
 

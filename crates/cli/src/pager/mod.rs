@@ -3,15 +3,17 @@
 //! **Guarantee.** A VM whose pager ends waits for the next one: no command here ends a VM, but
 //! `end --kill` and the policy of a restore.
 //!
-//! **Mechanism.** The crate `pager` serves. [`api`] has the requests, [`http`] carries them, and
-//! [`service`] talks to systemd.
+//! **Mechanism.** The crate `pager` serves. [`api`] has the requests, [`http`] carries them,
+//! [`share`] has the snapshots of other hosts, and [`service`] talks to systemd.
 
 mod api;
 mod args;
 mod http;
 mod service;
+mod share;
 mod text;
 
+use crate::args::TlsArgs;
 use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::signals::Interrupts;
@@ -32,9 +34,10 @@ const POLL: Duration = Duration::from_millis(20);
 const TELL: Duration = Duration::from_secs(5);
 
 impl PagerArgs {
-    /// Whether the command serves VMs.
+    /// Whether the command serves until it is ended.
     pub(crate) fn serves(&self) -> bool {
-        matches!(self.command, PagerCommand::Run(_) | PagerCommand::Serve(_))
+        use PagerCommand::{Run, Serve, Share};
+        matches!(self.command, Run(_) | Serve(_) | Share(_))
     }
 }
 
@@ -46,13 +49,14 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
     match &args.command {
         PagerCommand::Run(args) => run(args, interrupts),
         PagerCommand::Serve(args) => serve(args, interrupts),
+        PagerCommand::Share(args) => share::share(args, interrupts),
         PagerCommand::Restore(args) => restore(args, interrupts),
         PagerCommand::Status(args) => status(args, interrupts),
         PagerCommand::End(args) => end(args, interrupts),
     }
 }
 
-fn start(directory: PathBuf, take_over: bool) -> Result<Pager, Failure> {
+fn start(directory: PathBuf, take_over: bool, tls: &TlsArgs) -> Result<Pager, Failure> {
     let kept = service::kept()?;
     let settings = Settings {
         directory,
@@ -60,6 +64,7 @@ fn start(directory: PathBuf, take_over: bool) -> Result<Pager, Failure> {
         may_not_take: !service::may_take(),
         keeper: service::keeper(),
         kept,
+        stores: share::stores(tls)?,
     };
     Pager::start(settings).map_err(|why| {
         let exit = match why {
@@ -92,7 +97,7 @@ fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         None => beside(&restore.socket, ".pager"),
     };
     let name: Name = "vm".parse().map_err(|why| Failure::os("a name", why))?;
-    let pager = start(directory.clone(), args.take_over)?;
+    let pager = start(directory.clone(), args.take_over, &args.tls)?;
     if pager.status(&name).is_none() {
         pager
             .restore(&name, restore.clone())
@@ -227,7 +232,7 @@ fn serve(args: &ServeArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     };
     let directory = args.state.clone().unwrap_or_else(|| beside(&api, ".state"));
     // The lock of the directory comes first: it says whether a socket that is there is stale.
-    let pager = Arc::new(start(directory.clone(), args.take_over)?);
+    let pager = Arc::new(start(directory.clone(), args.take_over, &args.tls)?);
     let listener = listen(&api)?;
     let taken = pager.list();
     http::serve(listener, pager.clone())?;

@@ -158,6 +158,12 @@ pub fn open(path: &Path, format: Format) -> Result<Arc<dyn Source>, SourceError>
     })
 }
 
+/// Whether this is the address of a file in a store, such as `s3://bucket/memory`, and no path.
+#[must_use]
+pub fn is_address(path: &Path) -> bool {
+    address(path).is_some()
+}
+
 /// The scheme of an address, and the address. `None` for a path.
 fn address(path: &Path) -> Option<(&str, &str)> {
     let address = path.to_str()?;

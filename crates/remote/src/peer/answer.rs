@@ -11,6 +11,9 @@ use pageferry_tls::FirstBytes;
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 
+/// The largest buffer that is kept for the next request.
+const KEPT_BYTES: usize = 256 << 10;
+
 /// What a server waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Awaits {
@@ -77,6 +80,9 @@ pub fn answer(stream: &mut impl Limited, shares: &Shares) -> Result<(), PeerErro
                 return Err(why.into());
             }
         };
+        if frame.capacity() > KEPT_BYTES {
+            frame = Vec::new();
+        }
         frame.clear();
         frame.resize(HEADER_BYTES, 0);
         let result = match (request.kind, &open) {

@@ -107,7 +107,7 @@ impl Peer {
             match TcpStream::connect_timeout(&address, left) {
                 Ok(socket) => {
                     let host = host_of(&self.authority);
-                    return Talk::begin(Link::client(socket, tls.as_ref(), host, until)?);
+                    return Talk::begin(Link::client(Arc::new(socket), tls.as_ref(), host, until)?);
                 }
                 Err(error) => last = error,
             }

@@ -8,6 +8,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 use std::io::{self, BufReader, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The encrypted bytes that are read at once: rustls alone takes 4 KiB.
@@ -58,7 +59,7 @@ pub(crate) struct Link {
 impl Link {
     /// The side that dialled `host`, behind the TLS handshake.
     pub(crate) fn client(
-        socket: TcpStream,
+        socket: Arc<TcpStream>,
         tls: Option<&TlsConfig>,
         host: &str,
         until: Instant,
@@ -69,7 +70,7 @@ impl Link {
 
     /// The side that listens, behind the TLS handshake.
     pub(crate) fn server(
-        socket: TcpStream,
+        socket: Arc<TcpStream>,
         tls: Option<&TlsConfig>,
         until: Instant,
     ) -> Result<Self, PeerError> {
@@ -78,7 +79,7 @@ impl Link {
     }
 
     fn new(
-        socket: TcpStream,
+        socket: Arc<TcpStream>,
         tls: Option<rustls::Connection>,
         until: Instant,
     ) -> Result<Self, PeerError> {
@@ -208,7 +209,7 @@ impl Write for Buffered {
 
 /// A socket that waits until a time.
 struct Timed {
-    socket: TcpStream,
+    socket: Arc<TcpStream>,
     until: Instant,
     first: Option<FirstBytes>,
 }
@@ -217,7 +218,7 @@ impl Timed {
     fn wait(&self, events: PollFlags) -> io::Result<()> {
         let left = self.until.saturating_duration_since(Instant::now());
         let left = Timespec::try_from(left).map_err(|_| io::ErrorKind::InvalidInput)?;
-        match poll(&mut [PollFd::new(&self.socket, events)], Some(&left)) {
+        match poll(&mut [PollFd::new(&*self.socket, events)], Some(&left)) {
             Ok(0) => Err(io::ErrorKind::TimedOut.into()),
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(errno) => Err(errno.into()),
@@ -228,7 +229,7 @@ impl Timed {
 impl Read for Timed {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
-            match recv(&self.socket, &mut *buffer, RecvFlags::DONTWAIT) {
+            match recv(&*self.socket, &mut *buffer, RecvFlags::DONTWAIT) {
                 Ok((_, len)) => {
                     self.first
                         .get_or_insert_with(|| FirstBytes::new(&buffer[..len]));
@@ -246,7 +247,7 @@ impl Write for Timed {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         loop {
             match send(
-                &self.socket,
+                &*self.socket,
                 bytes,
                 SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
             ) {

@@ -32,7 +32,7 @@ const TELL: Duration = Duration::from_secs(1);
 /// What peers may cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// All connections. Each has a thread and at most 1 MiB.
+    /// All connections. Each has a thread, and up to 1 MiB during a read.
     pub connections: usize,
     /// Those from one address.
     pub per_address: usize,
@@ -49,8 +49,8 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            connections: 1024,
-            per_address: 512,
+            connections: 512,
+            per_address: 256,
             strangers: 64,
             greeting: Duration::from_secs(5),
             idle: Duration::from_secs(60),
@@ -109,7 +109,7 @@ struct Guests {
 
 #[derive(Debug)]
 struct Guest {
-    socket: TcpStream,
+    socket: Arc<TcpStream>,
     address: IpAddr,
     /// It has proved who it is.
     known: bool,
@@ -219,10 +219,9 @@ fn accept(inner: &Arc<Inner>, listener: &TcpListener) {
 impl Inner {
     /// Gives a connection a thread, if it has room.
     fn admit(self: &Arc<Self>, socket: TcpStream, address: SocketAddr) -> Result<(), String> {
-        // Without, a socket that has not been accepted as blocking would differ by platform.
-        socket.set_nonblocking(false).map_err(|e| e.to_string())?;
+        let socket = Arc::new(socket);
         let guest = Guest {
-            socket: socket.try_clone().map_err(|e| e.to_string())?,
+            socket: socket.clone(),
             address: address.ip().to_canonical(),
             known: false,
         };
@@ -247,7 +246,7 @@ impl Inner {
         })
     }
 
-    fn converse(&self, socket: TcpStream, number: u64) -> Result<(), PeerError> {
+    fn converse(&self, socket: Arc<TcpStream>, number: u64) -> Result<(), PeerError> {
         let until = Instant::now() + self.limits.greeting;
         let tls = self.certificates();
         let mut link = Link::server(socket, tls.as_ref(), until)?;

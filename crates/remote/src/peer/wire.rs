@@ -3,7 +3,7 @@
 use xxhash_rust::xxh3::xxh3_64;
 
 /// The first bytes of both sides.
-pub const MAGIC: [u8; 8] = *b"PGFSNAP\0";
+pub const MAGIC: [u8; 8] = *b"PGFPEER\0";
 /// The version of the protocol.
 pub const VERSION: u16 = 1;
 /// The length of a hello.

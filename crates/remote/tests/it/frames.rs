@@ -2,6 +2,7 @@
 
 use pageferry_remote::peer::wire::{
     Code, HEADER_BYTES, Kind, MAX_BODY, Opened, Reply, Request, decode_extents, encode_extents,
+    hello,
 };
 use proptest::prelude::*;
 
@@ -17,6 +18,34 @@ fn codes() -> impl Strategy<Value = Code> {
         Just(Code::Short),
         Just(Code::Failed)
     ]
+}
+
+/// `docs/snapshot-protocol.md` has each of these.
+#[test]
+fn the_bytes_are_those_of_the_document() {
+    assert_eq!(hello(), *b"PGFPEER\0\x01\0\0\0\0\0\0\0");
+    let request = Request {
+        kind: Kind::Read,
+        number: 0x0102_0304,
+        offset: 0x1122_3344_5566_7788,
+        len: 0x2000,
+    };
+    let bytes = b"\x03\0\0\0\x04\x03\x02\x01\x88\x77\x66\x55\x44\x33\x22\x11\0\x20\0\0\0\0\0\0";
+    assert_eq!(request.encode(), *bytes);
+    // The XXH3 of no bytes is 0x2d06800538d394c2.
+    let checksum = b"\xc2\x94\xd3\x38\x05\x80\x06\x2d";
+    let reply = Reply::of(Ok(Kind::Extents), 7, &[]).encode();
+    assert_eq!(reply[..16], *b"\x02\0\0\0\x07\0\0\0\0\0\0\0\0\0\0\0");
+    assert_eq!(reply[16..], *checksum);
+    let refusal = Reply::of(Err(Code::Changed), 7, b"no").encode();
+    assert_eq!(refusal[..16], *b"\xff\x03\0\0\x07\0\0\0\x02\0\0\0\0\0\0\0");
+    let opened = Opened {
+        bytes: 4096,
+        identity: "8:1".to_owned(),
+    };
+    assert_eq!(opened.encode(), *b"\0\x10\0\0\0\0\0\x008:1");
+    let extents = encode_extents(&[(1, 2)]);
+    assert_eq!(extents, *b"\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0");
 }
 
 proptest! {
