@@ -1,7 +1,9 @@
 //! A connection or a server is lost.
 
-use crate::scene::{Scene, memory, read_all};
+use crate::scene::{Scene, listener, memory, read_all};
 use pageferry_pager::Store;
+use pageferry_remote::peer::{PeerStore, Protection, Server, Shares};
+use pageferry_testkit::shaper::{Direction, Plan, Shaper, Which};
 use std::time::{Duration, Instant};
 
 #[test]
@@ -49,4 +51,38 @@ fn a_host_that_cannot_be_reached_is_not_tried_by_every_request() {
     );
     scene.start();
     pageferry_testkit::wait_until("the next trial", || store.open(&address).is_ok());
+}
+
+/// A link that goes silent, as when a host loses its power.
+#[test]
+fn a_silent_connection_is_an_error_in_time() {
+    let scene = Scene::new("silence");
+    let bytes = memory(1, 1024);
+    std::fs::write(scene.file("memory"), &bytes).unwrap();
+    let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
+    let server = Server::start(listener(), shares, Protection::Loopback).unwrap();
+    let shaper = Shaper::start(server.address(), Plan::default()).unwrap();
+    let store = PeerStore::new(Protection::Loopback);
+    let address = format!("pageferry://{}/memory", shaper.addr());
+    let source = store.open(&address).unwrap();
+    source.read(0, &mut [0; 4096]).unwrap();
+    shaper.freeze(Which::All, Direction::Both);
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        for part in 1..21 {
+            let source = &source;
+            scope.spawn(move || {
+                let why = source.read(part << 17, &mut [0; 4096]).unwrap_err();
+                assert!(why.to_string().contains("in time"), "{why}");
+            });
+        }
+    });
+    // The limit of a read, and some time for a busy machine.
+    assert!(
+        began.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        began.elapsed()
+    );
+    shaper.thaw(Which::All, Direction::Both);
+    assert!(read_all(&*source, 300_000).unwrap() == bytes);
 }
