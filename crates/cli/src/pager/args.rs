@@ -1,5 +1,6 @@
 //! The flags of `pageferry pager`.
 
+#[cfg(feature = "peers")]
 use crate::args::TlsArgs;
 use crate::size;
 use clap::{Args, Subcommand, ValueEnum};
@@ -30,6 +31,7 @@ pub(crate) enum PagerCommand {
     /// `status` and `end` send them. A pager that ends leaves its VMs waiting. The next one on the
     /// same state directory takes them up, and with --take-over it ends a pager that runs.
     Serve(ServeArgs),
+    #[cfg(feature = "peers")]
     /// Share snapshots with the pagers of other hosts, read-only
     ///
     /// A pager there reads them as pageferry://HOST:PORT/NAME, with the three --tls files of its
@@ -52,7 +54,7 @@ pub(crate) struct SnapshotArgs {
     /// The socket to make, for Firecracker's `backend_path`
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: PathBuf,
-    /// The memory file of the snapshot, or pageferry://HOST:PORT/NAME of a host that shares it
+    /// The memory file of the snapshot, or pageferry://HOST:PORT/NAME if another host shares it
     #[arg(long, value_name = "FILE")]
     pub(crate) memory: PathBuf,
     /// The file is a snapshot packed by `pageferry snapshot pack`, with its bases beside it
@@ -134,6 +136,7 @@ pub(crate) struct RunArgs {
     /// End a pager that runs on the directory, and take up its VM
     #[arg(long)]
     pub(crate) take_over: bool,
+    #[cfg(feature = "peers")]
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Print the figures as one JSON object when the VM has ended
@@ -160,11 +163,13 @@ pub(crate) struct ServeArgs {
     /// End a pager that runs on the directory, and take up its VMs
     #[arg(long)]
     pub(crate) take_over: bool,
+    #[cfg(feature = "peers")]
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
 }
 
 /// `pageferry pager share`.
+#[cfg(feature = "peers")]
 #[derive(Debug, Args)]
 pub(crate) struct ShareArgs {
     /// The files, each with the name that other hosts know
@@ -218,6 +223,7 @@ pub(crate) struct EndArgs {
     pub(crate) kill: bool,
 }
 
+#[cfg(feature = "peers")]
 fn shared(text: &str) -> Result<(String, PathBuf), String> {
     match text.split_once('=') {
         Some((name, path)) if !name.is_empty() && !path.is_empty() => {
@@ -258,6 +264,7 @@ mod tests {
         }
     }
 
+    #[cfg(feature = "peers")]
     #[test]
     fn a_shared_file_has_a_name() {
         let pair = ("web/memory".to_owned(), "/a=b".into());

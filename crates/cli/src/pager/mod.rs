@@ -10,17 +10,19 @@ mod api;
 mod args;
 mod http;
 mod service;
+#[cfg(feature = "peers")]
 mod share;
 mod text;
 
-use crate::args::TlsArgs;
 use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::signals::Interrupts;
 use crate::sockets;
 pub(crate) use args::PagerArgs;
 use args::{ApiArgs, EndArgs, PagerCommand, RestoreArgs, RunArgs, ServeArgs, StatusArgs};
-use pageferry_pager::{Name, Pager, Phase, RestoreError, Settings, StartError, Status, Survival};
+use pageferry_pager::{
+    Name, Pager, Phase, RestoreError, Settings, StartError, Status, Stores, Survival,
+};
 use serde_json::Value;
 use std::ffi::OsString;
 use std::os::unix::net::UnixListener;
@@ -36,8 +38,12 @@ const TELL: Duration = Duration::from_secs(5);
 impl PagerArgs {
     /// Whether the command serves until it is ended.
     pub(crate) fn serves(&self) -> bool {
-        use PagerCommand::{Run, Serve, Share};
-        matches!(self.command, Run(_) | Serve(_) | Share(_))
+        match self.command {
+            PagerCommand::Run(_) | PagerCommand::Serve(_) => true,
+            #[cfg(feature = "peers")]
+            PagerCommand::Share(_) => true,
+            _ => false,
+        }
     }
 }
 
@@ -49,6 +55,7 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
     match &args.command {
         PagerCommand::Run(args) => run(args, interrupts),
         PagerCommand::Serve(args) => serve(args, interrupts),
+        #[cfg(feature = "peers")]
         PagerCommand::Share(args) => share::share(args, interrupts),
         PagerCommand::Restore(args) => restore(args, interrupts),
         PagerCommand::Status(args) => status(args, interrupts),
@@ -56,7 +63,7 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
     }
 }
 
-fn start(directory: PathBuf, take_over: bool, tls: &TlsArgs) -> Result<Pager, Failure> {
+fn start(directory: PathBuf, take_over: bool, stores: Stores) -> Result<Pager, Failure> {
     let kept = service::kept()?;
     let settings = Settings {
         directory,
@@ -64,7 +71,7 @@ fn start(directory: PathBuf, take_over: bool, tls: &TlsArgs) -> Result<Pager, Fa
         may_not_take: !service::may_take(),
         keeper: service::keeper(),
         kept,
-        stores: share::stores(tls)?,
+        stores,
     };
     Pager::start(settings).map_err(|why| {
         let exit = match why {
@@ -97,7 +104,11 @@ fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         None => beside(&restore.socket, ".pager"),
     };
     let name: Name = "vm".parse().map_err(|why| Failure::os("a name", why))?;
-    let pager = start(directory.clone(), args.take_over, &args.tls)?;
+    #[cfg(feature = "peers")]
+    let stores = share::stores(&args.tls)?;
+    #[cfg(not(feature = "peers"))]
+    let stores = Stores::default();
+    let pager = start(directory.clone(), args.take_over, stores)?;
     if pager.status(&name).is_none() {
         pager
             .restore(&name, restore.clone())
@@ -232,7 +243,11 @@ fn serve(args: &ServeArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     };
     let directory = args.state.clone().unwrap_or_else(|| beside(&api, ".state"));
     // The lock of the directory comes first: it says whether a socket that is there is stale.
-    let pager = Arc::new(start(directory.clone(), args.take_over, &args.tls)?);
+    #[cfg(feature = "peers")]
+    let stores = share::stores(&args.tls)?;
+    #[cfg(not(feature = "peers"))]
+    let stores = Stores::default();
+    let pager = Arc::new(start(directory.clone(), args.take_over, stores)?);
     let listener = listen(&api)?;
     let taken = pager.list();
     http::serve(listener, pager.clone())?;

@@ -6,9 +6,9 @@ use crate::args::TlsArgs;
 use crate::exit::{Exit, Failure, of_tls};
 use crate::output;
 use crate::signals::Interrupts;
+use pageferry_migration::Tls;
 use pageferry_pager::{FileSource, Stores};
 use pageferry_remote::peer::{PeerStore, Protection, ServeError, Server, Shares};
-use pageferry_tls::Tls;
 use std::net::TcpListener;
 use std::sync::Arc;
 

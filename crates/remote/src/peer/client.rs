@@ -32,6 +32,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
 /// The bytes that one read brings.
 const BLOCK: u64 = 128 << 10;
+/// A read up to this length brings a whole block.
+const SMALL: usize = 16 << 10;
 /// The bytes of blocks that are kept.
 const KEPT: u64 = 8 << 20;
 
@@ -329,9 +331,15 @@ impl Source for PeerSource {
         if end > self.opened.bytes {
             return Err(self.short(end));
         }
-        // More than a block is nothing that others will ask for in parts.
-        if buffer.len() as u64 > BLOCK {
-            return self.fetch(offset, buffer);
+        // A block for faults, or a small part such as that of an index: others will ask for its
+        // neighbours. All else is exact already, as a replay and a packed chunk are.
+        let is_block = offset.is_multiple_of(BLOCK)
+            && buffer.len() as u64 == BLOCK.min(self.opened.bytes - offset);
+        if !is_block && buffer.len() > SMALL {
+            return match self.kept.read_now(offset, buffer) {
+                true => Ok(()),
+                false => self.fetch(offset, buffer),
+            };
         }
         let whole = self.kept.read(offset, buffer, |index| {
             let start = index * BLOCK;
