@@ -30,8 +30,11 @@ const IDLE: Duration = Duration::from_secs(20);
 /// The pauses between trials to connect.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
-/// The bytes that one read brings.
-const BLOCK: u64 = 128 << 10;
+/// The bytes that one read of pages brings, by the round trip. See docs/decisions/remote.md.
+const LEAST_BLOCK: u64 = 32 << 10;
+const MOST_BLOCK: u64 = 128 << 10;
+/// The bytes a second of which each of 16 connections carries its part: 1 Gbit/s.
+const RATE: f64 = 125e6;
 /// A read up to this length brings a whole block.
 const SMALL: usize = 16 << 10;
 /// The bytes of blocks that are kept.
@@ -127,6 +130,7 @@ pub(super) struct PeerSource {
     opened: Opened,
     /// The parts with data, in order.
     extents: Vec<(u64, u64)>,
+    block: u64,
     kept: Kept,
     pool: Mutex<Pool>,
     /// A connection is free, or may be made.
@@ -141,21 +145,24 @@ struct Pool {
 }
 
 impl PeerSource {
-    /// A file that `talk` has opened.
+    /// A file that was opened, over a link with this round trip.
     pub(super) fn new(
         peer: Arc<Peer>,
         address: String,
         name: String,
         opened: Opened,
         extents: Vec<(u64, u64)>,
+        round_trip: Duration,
     ) -> Self {
+        let block = block_for(round_trip);
         Self {
+            block,
             peer,
             address,
             name,
             opened,
             extents,
-            kept: Kept::new(BLOCK, KEPT),
+            kept: Kept::new(block, KEPT),
             pool: Mutex::default(),
             free: Condvar::new(),
         }
@@ -306,7 +313,7 @@ impl Source for PeerSource {
     }
 
     fn block(&self) -> u64 {
-        BLOCK
+        self.block
     }
 
     fn is_zero(&self, offset: u64, len: u64) -> bool {
@@ -333,8 +340,8 @@ impl Source for PeerSource {
         }
         // A block for faults, or a small part such as that of an index: others will ask for its
         // neighbours. All else is exact already, as a replay and a packed chunk are.
-        let is_block = offset.is_multiple_of(BLOCK)
-            && buffer.len() as u64 == BLOCK.min(self.opened.bytes - offset);
+        let is_block = offset.is_multiple_of(self.block)
+            && buffer.len() as u64 == self.block.min(self.opened.bytes - offset);
         if !is_block && buffer.len() > SMALL {
             return match self.kept.read_now(offset, buffer) {
                 true => Ok(()),
@@ -342,8 +349,8 @@ impl Source for PeerSource {
             };
         }
         let whole = self.kept.read(offset, buffer, |index| {
-            let start = index * BLOCK;
-            let mut block = vec![0; BLOCK.min(self.opened.bytes - start) as usize];
+            let start = index * self.block;
+            let mut block = vec![0; self.block.min(self.opened.bytes - start) as usize];
             self.fetch(start, &mut block).map(|()| block.into())
         })?;
         match whole {
@@ -357,6 +364,26 @@ impl Source for PeerSource {
     }
 }
 
+/// 16 connections with a block each fill a link of 1 Gbit/s, within bounds.
+fn block_for(round_trip: Duration) -> u64 {
+    let part = round_trip.as_secs_f64() * RATE / MAX_CONNECTIONS as f64;
+    (part as u64)
+        .next_power_of_two()
+        .clamp(LEAST_BLOCK, MOST_BLOCK)
+}
+
 pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_longer_way_has_larger_blocks() {
+        for (ms, kib) in [(0, 32), (1, 32), (3, 32), (6, 64), (20, 128), (10_000, 128)] {
+            assert_eq!(block_for(Duration::from_millis(ms)), kib << 10, "{ms} ms");
+        }
+    }
 }

@@ -58,14 +58,23 @@ impl PeerStore {
         let peer = self.peer(&address.authority);
         let mut talk = peer.connect(until)?;
         talk.stream().limit(until);
+        let asked = Instant::now();
         let opened = talk.open(&address.name)?;
+        let round_trip = asked.elapsed();
         let known = locked(&self.sources).get(text).and_then(Weak::upgrade);
         if let Some(source) = known.filter(|source| *source.opened() == opened) {
             source.add(talk);
             return Ok(source);
         }
         let extents = talk.extents(opened.bytes, MAX_EXTENTS)?;
-        let source = PeerSource::new(peer, text.to_owned(), address.name, opened, extents);
+        let source = PeerSource::new(
+            peer,
+            text.to_owned(),
+            address.name,
+            opened,
+            extents,
+            round_trip,
+        );
         source.add(talk);
         let source = Arc::new(source);
         let mut sources = locked(&self.sources);
