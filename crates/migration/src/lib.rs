@@ -35,7 +35,6 @@ mod destination;
 #[doc(hidden)]
 pub mod devices;
 mod error;
-mod file;
 #[doc(hidden)]
 pub mod handshake;
 mod latency;
@@ -72,11 +71,11 @@ pub use destination::{
     Resolver, new_histogram,
 };
 pub use error::MigrationError;
-pub use file::read_regular_file;
 pub use handshake::{HandshakeError, PlainPolicy, Stranger, StrangerError};
 pub use latency::prefer_short_slices;
 pub use ledger::{ReceiptError, TakesBack};
 pub use limits::Limits;
+pub use pageferry_tls::read_regular_file;
 pub use phase::{Observer, Phase, Unobserved};
 pub use protocol_error::ProtocolError;
 pub use quota::Quota;

@@ -1,18 +1,26 @@
 //! Snapshots at other hosts, as sources of the page server.
 //!
 //! **Guarantee.** A page has the bytes of the snapshot that was opened, or its read fails: nothing
-//! that is short, late or replaced becomes memory. A read ends in a bounded time.
+//! that is short, late, replaced or lost becomes memory. A read ends in a bounded time.
 //!
-//! **Mechanism.** [`ObjectStores`] opens objects by their addresses. [`Cache`] stands before slow
-//! sources: it joins reads, and keeps blocks in memory and on disk.
+//! **Mechanism.** Each kind of place has a [`Store`](pageferry_pager::Store): [`peer`] is another
+//! Pageferry, over mutual TLS, and [`ObjectStores`] opens objects by their addresses. [`Cache`]
+//! stands before slow sources: it joins reads, and keeps blocks in memory and on disk.
 //!
-//! **Neighbours.** Below: [`Source`](pageferry_pager::Source) and [`Store`](pageferry_pager::Store)
-//! of `pager`. Above: the command line. The pager knows neither networks nor credentials.
+//! **Neighbours.** Below: `pager`, whose restores read from these stores, and `tls`. Above: the
+//! command line. The pager knows neither networks nor credentials, and this crate knows no VMs.
 
 pub mod cache;
 #[cfg(feature = "object-store")]
 mod object;
+#[cfg(feature = "peers")]
+pub mod peer;
 
 pub use cache::Cache;
 #[cfg(feature = "object-store")]
 pub use object::{ObjectStores, Patience};
+
+/// Runs the examples of the README.
+#[cfg(all(doctest, feature = "peers"))]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -7,12 +7,15 @@
 //! write every fourth page. The time begins with the handshake. *Plain* is a handler of ours with
 //! one thread that reads and copies page by page: it stands for published examples. *Mapping* is a
 //! private mapping of the memory file, as in Firecracker's backend `File`. *Warm* means that the
-//! file is in the page cache, *cold* that it was dropped from there.
+//! file is in the page cache, *cold* that it was dropped from there. *Peer* means that another host
+//! shares the file, over a link of 1 Gbit/s between two network namespaces. Its lower bound is the
+//! time that the working set alone needs on the link. It is left out without root.
 
 mod background;
 mod paced;
 mod packed;
 mod plain;
+mod remote;
 mod restart;
 mod vmm;
 
@@ -23,6 +26,7 @@ pub use vmm::{Memory, Restored};
 use crate::peer::{Peer, Role};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_pager::{Name, Pager, Restore, Settings, VmStatus};
+use remote::Remote;
 use rustix::fs::{Advice, fadvise};
 use std::fs::File;
 use std::io::Write;
@@ -52,10 +56,12 @@ enum Way {
     /// Not measured: it writes the recording.
     Record,
     Replay,
+    Peer,
+    PeerReplay,
 }
 
-/// The ways, in the order of a round.
-const WAYS: [(Way, bool); 7] = [
+/// The ways, in the order of a round. Those over a link are the last.
+const WAYS: [(Way, bool); 9] = [
     (Way::Mapping, false),
     (Way::Plain, false),
     (Way::Pager, false),
@@ -63,7 +69,12 @@ const WAYS: [(Way, bool); 7] = [
     (Way::Mapping, true),
     (Way::Pager, true),
     (Way::Replay, true),
+    (Way::Peer, false),
+    (Way::PeerReplay, false),
 ];
+
+/// The number of ways without a link.
+const LOCAL_WAYS: usize = WAYS.len() - 2;
 
 fn subject(way: Way, cold: bool) -> String {
     let name = match way {
@@ -72,6 +83,8 @@ fn subject(way: Way, cold: bool) -> String {
         Way::Pager => "pager",
         Way::Record => "pager that records",
         Way::Replay => "pager with replay",
+        Way::Peer => return "pager, peer over 1 Gbit/s".to_owned(),
+        Way::PeerReplay => return "pager with replay, peer over 1 Gbit/s".to_owned(),
     };
     format!("{name}, {}", if cold { "cold" } else { "warm" })
 }
@@ -111,7 +124,15 @@ pub fn restore(
     progress("writing a memory file");
     let memory = scratch.0.join("memory");
     write_memory(&memory, sizes.memory).map_err(failed("cannot write a memory file"))?;
-    let mut all: Vec<Figures> = WAYS.iter().map(|_| Figures::default()).collect();
+    let remote = Remote::start(&memory)?;
+    let ways = match remote {
+        Some(_) => WAYS.len(),
+        None => {
+            progress("two hosts need root and iproute2: there is no peer");
+            LOCAL_WAYS
+        }
+    };
+    let mut all: Vec<Figures> = (0..ways).map(|_| Figures::default()).collect();
     let file = File::open(&memory).map_err(failed("the memory file"))?;
     let one = |cold| One {
         setting,
@@ -119,6 +140,7 @@ pub fn restore(
         scratch: &scratch.0,
         memory: &memory,
         file: &file,
+        remote: remote.as_ref(),
         cold,
     };
     progress("recording the working set");
@@ -181,6 +203,10 @@ fn rows(sizes: &RestoreSizes, all: &[Figures]) -> Vec<Row> {
                     of(Way::Mapping, true).ms.median(),
                 )
                 .aiming_at("<= 1 x the cold mapping", Bound::RatioAtMost(1.0)),
+            (Way::Peer | Way::PeerReplay, _) => time.against(
+                "the working set at 1 Gbit/s",
+                sizes.working_set as f64 * 8e3 / remote::BITS as f64,
+            ),
             _ => time,
         });
         rows.push(row(&figures.p50_us, "restore.touch_p50", "us"));
@@ -224,6 +250,7 @@ struct One<'a> {
     scratch: &'a Path,
     memory: &'a Path,
     file: &'a File,
+    remote: Option<&'a Remote>,
     cold: bool,
 }
 
@@ -246,23 +273,34 @@ impl One<'_> {
                 std::fs::remove_file(&socket).map_err(failed("a socket"))?;
                 Ok((touched?, Some(faults?)))
             }
-            Way::Pager | Way::Record | Way::Replay => self.by_pager(way, &socket),
+            Way::Pager | Way::Record | Way::Replay => self.by_pager(way, self.memory, &socket),
+            Way::Peer | Way::PeerReplay => {
+                let remote = self.remote.expect("it is measured with one only");
+                // The threads of the pager are there too, and so are their connections.
+                remote.within(|| self.by_pager(way, &remote.memory(), &socket))
+            }
         }
     }
 
-    fn by_pager(&self, way: Way, socket: &Path) -> Result<(Touched, Option<u64>), BenchError> {
+    fn by_pager(
+        &self,
+        way: Way,
+        memory: &Path,
+        socket: &Path,
+    ) -> Result<(Touched, Option<u64>), BenchError> {
         let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
         let settings = Settings {
             directory: self.scratch.join("state"),
+            stores: Remote::stores(),
             ..Settings::default()
         };
         let pager = Pager::start(settings).map_err(|why| failed(&why))?;
         let name: Name = "bench".parse().map_err(|why| failed(&why))?;
         let recording = self.scratch.join("recording");
-        let mut restore = Restore::new(self.memory, socket);
+        let mut restore = Restore::new(memory, socket);
         match way {
             Way::Record => restore.record = Some(recording),
-            Way::Replay => restore.replay = Some(recording),
+            Way::Replay | Way::PeerReplay => restore.replay = Some(recording),
             _ => {}
         }
         pager.restore(&name, restore).map_err(|why| failed(&why))?;

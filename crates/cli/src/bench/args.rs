@@ -40,7 +40,8 @@ pub(crate) enum BenchCommand {
     ///
     /// The same pages are touched by a private mapping of the memory file, through a plain handler
     /// of ours that stands for published ones, and through the pager. The file is in the page cache
-    /// (warm) or not (cold). No guest runs: eight threads touch the memory.
+    /// (warm) or not (cold). With root, the pager also reads it from another host over a link of 1
+    /// Gbit/s. No guest runs: eight threads touch the memory.
     Restore(RestoreFlags),
     /// Speed of first touches of memory by many vCPUs at once
     ///

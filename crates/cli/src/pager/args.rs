@@ -1,9 +1,11 @@
 //! The flags of `pageferry pager`.
 
 use super::stores::StoreArgs;
+#[cfg(feature = "peers")]
+use crate::args::TlsArgs;
 use crate::size;
 use clap::{Args, Subcommand, ValueEnum};
-use pageferry_pager::{Background, Format, Name, OnLoss, Owner, Restore};
+use pageferry_pager::{Background, Format, Name, OnLoss, Owner, Restore, is_address};
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
@@ -30,6 +32,13 @@ pub(crate) enum PagerCommand {
     /// `status` and `end` send them. A pager that ends leaves its VMs waiting. The next one on the
     /// same state directory takes them up, and with --take-over it ends a pager that runs.
     Serve(ServeArgs),
+    #[cfg(feature = "peers")]
+    /// Share snapshots with the pagers of other hosts, read-only
+    ///
+    /// A pager there reads them as pageferry://HOST:PORT/NAME, with the three --tls files of its
+    /// own. A packed snapshot needs its bases beside it: share the directory, or each under its
+    /// file name.
+    Share(ShareArgs),
     /// Let a VM start from a snapshot: ask the pager for a socket
     Restore(RestoreArgs),
     /// Show the restores of the pager
@@ -55,7 +64,8 @@ pub(crate) struct SnapshotArgs {
     /// The socket to make, for Firecracker's `backend_path`
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: PathBuf,
-    /// The memory file of the snapshot, or its address in a store, such as s3://bucket/memory
+    /// The memory file of the snapshot, pageferry://HOST:PORT/NAME if another host shares it, or an
+    /// address in an object store, such as s3://bucket/memory
     #[arg(long, value_name = "FILE")]
     pub(crate) memory: PathBuf,
     /// The file is a snapshot packed by `pageferry snapshot pack`, with its bases beside it
@@ -89,7 +99,7 @@ impl SnapshotArgs {
     /// directory.
     pub(crate) fn restore(&self) -> std::io::Result<Restore> {
         let absolute = |path: &Option<PathBuf>| path.as_ref().map(std::path::absolute).transpose();
-        let memory = match pageferry_pager::is_address(&self.memory) {
+        let memory = match is_address(&self.memory) {
             true => self.memory.clone(),
             false => std::path::absolute(&self.memory)?,
         };
@@ -165,6 +175,23 @@ pub(crate) struct ServeArgs {
     /// End a pager that runs on the directory, and take up its VMs
     #[arg(long)]
     pub(crate) take_over: bool,
+}
+
+/// `pageferry pager share`.
+#[cfg(feature = "peers")]
+#[derive(Debug, Args)]
+pub(crate) struct ShareArgs {
+    /// The files, each with the name that other hosts know
+    #[arg(value_name = "NAME=FILE", value_parser = shared, required_unless_present = "directory")]
+    pub(crate) files: Vec<(String, PathBuf)>,
+    /// Share all files in this directory and below, by their paths in it
+    #[arg(long, value_name = "DIR", conflicts_with = "files")]
+    pub(crate) directory: Option<PathBuf>,
+    /// Where to listen: HOST:PORT, with port 0 for any
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) listen: String,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
 }
 
 /// `pageferry pager restore`.
@@ -261,6 +288,16 @@ pub(crate) enum RecordingCommand {
     },
 }
 
+#[cfg(feature = "peers")]
+fn shared(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, path)) if !name.is_empty() && !path.is_empty() => {
+            Ok((name.to_owned(), path.into()))
+        }
+        _ => Err("expected a name and a file, like web/memory=/snapshots/web.mem".to_owned()),
+    }
+}
+
 fn mode(text: &str) -> Result<u32, String> {
     u32::from_str_radix(text, 8)
         .ok()
@@ -289,6 +326,16 @@ mod tests {
         assert_eq!(mode("660"), Ok(0o660));
         for bad in ["", "8", "1000", "rw", "-1"] {
             assert!(mode(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[cfg(feature = "peers")]
+    #[test]
+    fn a_shared_file_has_a_name() {
+        let pair = ("web/memory".to_owned(), "/a=b".into());
+        assert_eq!(shared("web/memory=/a=b"), Ok(pair));
+        for bad in ["", "=", "a", "a=", "=a"] {
+            assert!(shared(bad).is_err(), "{bad}");
         }
     }
 

@@ -3,8 +3,8 @@
 //! **Guarantee.** A VM whose pager ends waits for the next one: no command here ends a VM, but
 //! `end --kill` and the policy of a restore.
 //!
-//! **Mechanism.** The crate `pager` serves. [`api`] has the requests, [`http`] carries them, and
-//! [`service`] talks to systemd.
+//! **Mechanism.** The crate `pager` serves. [`api`] has the requests, [`http`] carries them,
+//! [`share`] has the snapshots of other hosts, and [`service`] talks to systemd.
 
 mod api;
 mod args;
@@ -12,6 +12,8 @@ mod http;
 mod recording;
 mod report;
 mod service;
+#[cfg(feature = "peers")]
+mod share;
 mod stores;
 mod text;
 mod watch;
@@ -38,9 +40,14 @@ const POLL: Duration = Duration::from_millis(20);
 const TELL: Duration = Duration::from_secs(5);
 
 impl PagerArgs {
-    /// Whether the command serves VMs.
+    /// Whether the command serves until it is ended.
     pub(crate) fn serves(&self) -> bool {
-        matches!(self.command, PagerCommand::Run(_) | PagerCommand::Serve(_))
+        match self.command {
+            PagerCommand::Run(_) | PagerCommand::Serve(_) => true,
+            #[cfg(feature = "peers")]
+            PagerCommand::Share(_) => true,
+            _ => false,
+        }
     }
 }
 
@@ -52,6 +59,8 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
     match &args.command {
         PagerCommand::Run(args) => run(args, interrupts),
         PagerCommand::Serve(args) => serve(args, interrupts),
+        #[cfg(feature = "peers")]
+        PagerCommand::Share(args) => share::share(args, interrupts),
         PagerCommand::Restore(args) => restore(args, interrupts),
         PagerCommand::Status(args) => status(args, interrupts),
         PagerCommand::End(args) => end(args, interrupts),

@@ -1,14 +1,22 @@
-//! Where memory may lie besides the file system: `--cache`, and the stores of the crate `remote`.
+//! Where memory may lie besides the file system: the stores of the crate `remote`.
 
+#[cfg(feature = "peers")]
+use super::share;
+#[cfg(feature = "peers")]
+use crate::args::TlsArgs;
 use crate::exit::Failure;
 #[cfg(feature = "object-store")]
 use crate::{exit::Exit, size};
 use clap::Args;
-use pageferry_pager::Stores;
+use pageferry_pager::{Store, Stores};
+use std::sync::Arc;
 
-/// The stores of a pager. A build without the feature `object-store` has none.
+/// The stores of a pager. A build without the features `object-store` and `peers` has none.
 #[derive(Debug, Args)]
 pub(crate) struct StoreArgs {
+    #[cfg(feature = "peers")]
+    #[command(flatten)]
+    tls: TlsArgs,
     /// Keep blocks of object stores in this directory, also for the next pager
     ///
     /// One pager at a time uses a directory. A cache that fails costs speed only.
@@ -23,12 +31,26 @@ pub(crate) struct StoreArgs {
 }
 
 impl StoreArgs {
-    /// Opens the cache.
+    /// Opens the stores.
     ///
     /// # Errors
-    /// When its directory cannot be made.
-    #[cfg(feature = "object-store")]
+    /// When the directory of the cache cannot be made, or the certificates do not serve.
+    #[cfg_attr(
+        not(any(feature = "object-store", feature = "peers")),
+        expect(clippy::unnecessary_wraps, reason = "as with the features")
+    )]
     pub(crate) fn open(&self) -> Result<Stores, Failure> {
+        let stores: Vec<Arc<dyn Store>> = vec![
+            #[cfg(feature = "peers")]
+            share::store(&self.tls)?,
+            #[cfg(feature = "object-store")]
+            self.objects()?,
+        ];
+        Ok(Stores::new(stores))
+    }
+
+    #[cfg(feature = "object-store")]
+    fn objects(&self) -> Result<Arc<dyn Store>, Failure> {
         use pageferry_remote::{Cache, ObjectStores};
         let cache = match &self.cache {
             Some(directory) => Cache::at(directory, self.cache_bytes).map_err(|why| {
@@ -37,18 +59,6 @@ impl StoreArgs {
             })?,
             None => Cache::in_memory(),
         };
-        Ok(Stores::new([
-            std::sync::Arc::new(ObjectStores::from_env(cache)) as _,
-        ]))
-    }
-
-    /// There are none.
-    ///
-    /// # Errors
-    /// Never.
-    #[cfg(not(feature = "object-store"))]
-    #[expect(clippy::unnecessary_wraps, reason = "as with the feature")]
-    pub(crate) fn open(&self) -> Result<Stores, Failure> {
-        Ok(Stores::default())
+        Ok(Arc::new(ObjectStores::from_env(cache)))
     }
 }

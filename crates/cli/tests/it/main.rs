@@ -44,6 +44,8 @@ mod schedules;
 #[cfg(target_arch = "x86_64")]
 mod service_filter;
 mod set;
+#[cfg(feature = "peers")]
+mod share;
 mod sizes;
 mod snapshot;
 mod support;

@@ -42,6 +42,18 @@ impl FileSource {
         )
         .open(path)
         .map_err(failed)?;
+        Self::from_file(file, path)
+    }
+
+    /// Takes a file that is open for reading. Errors call it `path`.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn from_file(file: File, path: &Path) -> Result<Self, SourceError> {
+        let failed = |why| SourceError::Failed {
+            what: path.display().to_string(),
+            why,
+        };
         let metadata = file.metadata().map_err(failed)?;
         let kind = FileType::from_raw_mode(metadata.mode());
         let bytes = match kind {
@@ -71,6 +83,12 @@ impl FileSource {
             extents,
             identity,
         })
+    }
+
+    /// The parts with data, in order: the first byte, and the first byte behind.
+    #[must_use]
+    pub fn extents(&self) -> &[(u64, u64)] {
+        &self.extents
     }
 
     /// Checks behind each read that the file is still the same. A file that is cut off and grown

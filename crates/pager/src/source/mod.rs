@@ -2,9 +2,11 @@
 
 mod again;
 mod file;
+mod kept;
 mod packed;
 
 pub use file::FileSource;
+pub use kept::Kept;
 pub use packed::PackedSource;
 
 pub(crate) use again::again;

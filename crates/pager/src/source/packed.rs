@@ -3,25 +3,22 @@
 //! **Mechanism.** The last chunks are kept: pages come one by one, and a chunk has many. The kernel
 //! keeps the compressed bytes in its page cache besides.
 
-use super::{InStore, Source, SourceError, Store};
+use super::{InStore, Kept, Source, SourceError, Store};
 use pageferry_snapshot::{Blob, Fault, OpenError, Snapshot};
-use std::collections::VecDeque;
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// The reads of a damaged chunk: the bytes may have been damaged on their way.
 const TRIES: u32 = 3;
 /// The bytes of chunks that are kept.
-const KEPT: usize = 8 << 20;
+const KEPT: u64 = 8 << 20;
 
 /// A snapshot made by `pageferry snapshot pack`, with its bases beside it.
 #[derive(Debug)]
 pub struct PackedSource {
     snapshot: Snapshot,
-    /// The newest chunk is the last.
-    kept: Mutex<VecDeque<(u64, Arc<[u8]>)>>,
-    most: usize,
+    kept: Kept,
 }
 
 impl PackedSource {
@@ -75,24 +72,11 @@ impl PackedSource {
             what: what.to_string(),
             why: why.to_string(),
         })?;
-        let most = (KEPT / snapshot.chunk_bytes() as usize).max(1);
-        Ok(Self {
-            snapshot,
-            kept: Mutex::default(),
-            most,
-        })
-    }
-
-    fn kept(&self, index: u64) -> Option<Arc<[u8]>> {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = kept.iter().rev().find(|(kept, _)| *kept == index);
-        found.map(|(_, chunk)| chunk.clone())
+        let kept = Kept::new(snapshot.chunk_bytes().into(), KEPT);
+        Ok(Self { snapshot, kept })
     }
 
     fn chunk(&self, index: u64) -> Result<Arc<[u8]>, SourceError> {
-        if let Some(chunk) = self.kept(index) {
-            return Ok(chunk);
-        }
         let mut bytes = vec![0; self.snapshot.chunk_len(index)];
         let mut read = self.snapshot.read_chunk(index, &mut bytes);
         for _ in 1..TRIES {
@@ -110,42 +94,7 @@ impl PackedSource {
                 },
             }
         })?;
-        let chunk: Arc<[u8]> = bytes.into();
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        // Another thread may have read it meanwhile: a chunk twice costs memory, and is right.
-        if kept.len() >= self.most {
-            kept.pop_front();
-        }
-        kept.push_back((index, chunk.clone()));
-        Ok(chunk)
-    }
-
-    /// Copies bytes of chunks that `chunk` gives. Returns false if it lacks one.
-    fn copy<E>(
-        &self,
-        offset: u64,
-        buffer: &mut [u8],
-        mut chunk: impl FnMut(u64) -> Result<Option<Arc<[u8]>>, E>,
-    ) -> Result<bool, E> {
-        let size = u64::from(self.snapshot.chunk_bytes());
-        let mut done = 0;
-        while done < buffer.len() {
-            let at = offset + done as u64;
-            let Some(bytes) = chunk(at / size)? else {
-                return Ok(false);
-            };
-            // Nothing of a chunk behind the end, which is empty.
-            let Some(part) = bytes
-                .get((at % size) as usize..)
-                .filter(|part| !part.is_empty())
-            else {
-                return Ok(false);
-            };
-            let len = part.len().min(buffer.len() - done);
-            buffer[done..done + len].copy_from_slice(&part[..len]);
-            done += len;
-        }
-        Ok(true)
+        Ok(bytes.into())
     }
 }
 
@@ -164,12 +113,12 @@ impl Source for PackedSource {
     }
 
     fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, SourceError> {
-        self.copy(offset, buffer, |index| Ok(self.kept(index)))
+        Ok(self.kept.read_now(offset, buffer))
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
         let end = offset + buffer.len() as u64;
-        if self.copy(offset, buffer, |index| self.chunk(index).map(Some))? {
+        if self.kept.read(offset, buffer, |index| self.chunk(index))? {
             return Ok(());
         }
         Err(SourceError::Short {

@@ -1,10 +1,18 @@
-//! Object stores and the cache, against servers that fail in many ways.
+//! Object stores, the cache and peers, against servers that fail in many ways.
 
+mod bounds;
 mod cache;
+mod contents;
+mod frames;
+mod liar;
+mod loss;
 mod object;
+mod peer_restore;
 mod restore;
 mod s3s;
+mod scene;
 mod server;
+mod trust;
 
 use pageferry_remote::{Cache, ObjectStores, Patience};
 use std::path::PathBuf;

@@ -11,7 +11,7 @@ use std::os::fd::BorrowedFd;
 
 use super::{STEP_BYTES, Sent, TlsError};
 use crate::channel::raw::Cursor;
-use crate::wire::FirstBytes;
+use crate::wire::{FirstBytes, HELLO_MAGIC};
 
 /// The encrypted bytes that a new connection takes from the socket at once.
 const SMALL_INBOUND_BYTES: usize = 4 << 10;
@@ -286,7 +286,14 @@ impl Session {
                 // rustls has an alert for the peer. A peer that is gone needs none.
                 let _ = self.flush(fd);
                 let first = self.first.unwrap_or_else(|| FirstBytes::new(&[]));
-                Err(io::Error::other(TlsError::from_rustls(error, first)))
+                Err(io::Error::other(
+                    match TlsError::from_rustls(error, first) {
+                        TlsError::NotTls(first) if first.as_slice() == HELLO_MAGIC => {
+                            TlsError::PeerIsPlain
+                        }
+                        error => error,
+                    },
+                ))
             }
         }
     }

@@ -3,15 +3,13 @@
 use rustls::{AlertDescription, CertificateError};
 
 use super::TlsError;
-use crate::wire::{FirstBytes, HELLO_MAGIC};
+use crate::FirstBytes;
 
 impl TlsError {
     /// Returns the variant for an error of rustls. `first` are the first bytes of the peer.
-    pub(super) fn from_rustls(error: rustls::Error, first: FirstBytes) -> Self {
+    #[must_use]
+    pub fn from_rustls(error: rustls::Error, first: FirstBytes) -> Self {
         match error {
-            rustls::Error::InvalidMessage(_) if first.as_slice() == HELLO_MAGIC => {
-                Self::PeerIsPlain
-            }
             rustls::Error::InvalidMessage(_) if !begins_tls(first.as_slice()) => {
                 Self::NotTls(first)
             }

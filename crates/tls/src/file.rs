@@ -9,7 +9,7 @@ use std::path::Path;
 /// refused without reading it, and a file that grows meanwhile is read up to the limit.
 ///
 /// ```
-/// use pageferry_migration::read_regular_file;
+/// use pageferry_tls::read_regular_file;
 /// use std::path::Path;
 ///
 /// let why = read_regular_file(Path::new("/dev/zero"), 1 << 20).unwrap_err();

@@ -61,7 +61,7 @@ impl Drop for Pem {
 /// The certificates of a side in memory, all in PEM.
 ///
 /// ```
-/// use pageferry_migration::{Pem, SourceConfig, Tls, TlsPem};
+/// use pageferry_tls::{Pem, TlsPem};
 ///
 /// # let (cert, key, ca) = (*b"", *b"", *b"");
 /// let tls = TlsPem {
@@ -70,13 +70,11 @@ impl Drop for Pem {
 ///     ca: Pem::new("vault:ca", ca),
 ///     peer_name: None,
 /// };
-/// // A VMM can tell its user early. A migration checks them again.
 /// let why = tls.load().unwrap_err();
 /// assert_eq!(
 ///     why.to_string(),
 ///     "vault:cert has no certificate: it is empty",
 /// );
-/// let config = SourceConfig { tls: Some(tls.into()), ..SourceConfig::default() };
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsPem {

@@ -135,10 +135,10 @@ pub struct TlsConfig {
 
 impl TlsConfig {
     /// Starts the side that dials. `host` is the dialled host, `None` for a unix socket.
-    pub(in crate::channel) fn client(
-        &self,
-        host: Option<&str>,
-    ) -> Result<rustls::Connection, TlsError> {
+    ///
+    /// # Errors
+    /// [`TlsError::NoName`], [`TlsError::BadName`].
+    pub fn client(&self, host: Option<&str>) -> Result<rustls::Connection, TlsError> {
         let name = match (&self.peer_name, host) {
             (Some(name), _) => name.clone(),
             (None, Some(host)) => parse_name(host)?,
@@ -150,14 +150,18 @@ impl TlsConfig {
     }
 
     /// The name that a peer's certificate must have, where `host` was dialled.
-    pub(in crate::channel) fn name_of(&self, host: Option<&str>) -> Option<String> {
+    #[must_use]
+    pub fn name_of(&self, host: Option<&str>) -> Option<String> {
         let own = self.peer_name.as_ref().map(ServerName::to_str);
         own.map(|name| name.into_owned())
             .or_else(|| host.map(str::to_owned))
     }
 
     /// Starts the side that listens.
-    pub(in crate::channel) fn server(&self) -> Result<rustls::Connection, TlsError> {
+    ///
+    /// # Errors
+    /// [`TlsError::Broken`].
+    pub fn server(&self) -> Result<rustls::Connection, TlsError> {
         let connection = ServerConnection::new(self.server.clone())
             .map_err(|error| TlsError::Broken(error.to_string()))?;
         Ok(connection.into())

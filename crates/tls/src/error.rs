@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::wire::FirstBytes;
+use crate::FirstBytes;
 
 /// TLS failed, or cannot begin.
 #[derive(Debug, thiserror::Error)]
@@ -120,7 +120,8 @@ pub enum TlsError {
 
 impl TlsError {
     /// Whether bytes changed on their way, or the peer sent what nobody may send.
-    pub(crate) const fn is_damage(&self) -> bool {
+    #[must_use]
+    pub const fn is_damage(&self) -> bool {
         matches!(self, Self::Damaged(_) | Self::DamagedAtPeer)
     }
 }

@@ -1,0 +1,59 @@
+//! The other host of `bench restore`: it shares the memory file over a shaped link.
+
+use crate::BenchError;
+use pageferry_hosts::{Error, Host, Link, Rate, TwoHosts, netns};
+use pageferry_pager::Stores;
+use pageferry_remote::peer::{PeerStore, Protection, Server, Shares};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The rate of the link in bits a second.
+pub(super) const BITS: u64 = 1_000_000_000;
+/// The address of the other host.
+const ADDRESS: &str = "198.18.0.1:0";
+
+/// Two hosts, of which the first shares a file.
+pub(super) struct Remote {
+    hosts: TwoHosts,
+    server: Server,
+}
+
+impl Remote {
+    /// Shares a file. `None` if this machine cannot have two hosts.
+    pub(super) fn start(memory: &Path) -> Result<Option<Self>, BenchError> {
+        let hosts = match TwoHosts::start(&Link::new(Rate::bits(BITS))) {
+            Err(Error::Unusable(_)) => return Ok(None),
+            hosts => hosts?,
+        };
+        let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
+        let shares = Shares::of_files([("memory".to_owned(), memory.to_owned())]);
+        let shares = shares.map_err(|why| failed(&why))?;
+        let server = netns::within(hosts.name(Host::A), || {
+            let listener = TcpListener::bind(ADDRESS).map_err(|why| failed(&why))?;
+            // Without certificates: the benchmark is of the protocol and the link.
+            Server::start(listener, shares, Protection::Insecure).map_err(|why| failed(&why))
+        });
+        let server = server.map_err(|why| failed(&why))??;
+        Ok(Some(Self { hosts, server }))
+    }
+
+    /// The address of the file.
+    pub(super) fn memory(&self) -> PathBuf {
+        format!("pageferry://{}/memory", self.server.address()).into()
+    }
+
+    /// New stores, which have read nothing yet.
+    pub(super) fn stores() -> Stores {
+        Stores::new([Arc::new(PeerStore::new(Protection::Insecure)) as _])
+    }
+
+    /// Works at the second host.
+    pub(super) fn within<T: Send>(
+        &self,
+        work: impl FnOnce() -> Result<T, BenchError> + Send,
+    ) -> Result<T, BenchError> {
+        netns::within(self.hosts.name(Host::B), work)
+            .map_err(|why| BenchError::Peer(why.to_string()))?
+    }
+}

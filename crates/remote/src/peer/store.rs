@@ -1,0 +1,101 @@
+//! The store of files at peers.
+
+use super::address::Address;
+use super::client::{Peer, PeerSource, locked};
+use super::error::PeerError;
+use super::link::Protection;
+use pageferry_pager::{Source, SourceError, Store};
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+/// The time for opening a file.
+const OPEN: Duration = Duration::from_secs(10);
+/// The most extents of a file that are kept: 16 MiB. The rest of a file with more counts as data.
+const MAX_EXTENTS: usize = 1 << 20;
+
+/// The peers beyond which those without an open file are forgotten.
+const MAX_PEERS: usize = 256;
+
+/// Files at peers, by addresses such as `pageferry://store.example:7440/web/memory`.
+///
+/// VMs that start from the same file share its connections and the blocks that were read last.
+#[derive(Debug)]
+pub struct PeerStore {
+    protection: Protection,
+    /// With what is known of those that cannot be reached.
+    peers: Mutex<BTreeMap<String, Arc<Peer>>>,
+    sources: Mutex<BTreeMap<String, Weak<PeerSource>>>,
+}
+
+impl PeerStore {
+    /// A store with this protection of all its connections.
+    #[must_use]
+    pub fn new(protection: Protection) -> Self {
+        Self {
+            protection,
+            peers: Mutex::default(),
+            sources: Mutex::default(),
+        }
+    }
+
+    fn peer(&self, authority: &str) -> Arc<Peer> {
+        let mut peers = locked(&self.peers);
+        if peers.len() >= MAX_PEERS {
+            peers.retain(|_, peer| Arc::strong_count(peer) > 1);
+        }
+        let new = || Arc::new(Peer::new(authority, self.protection.clone()));
+        peers
+            .entry(authority.to_owned())
+            .or_insert_with(new)
+            .clone()
+    }
+
+    fn find(&self, text: &str) -> Result<Arc<PeerSource>, PeerError> {
+        let address = Address::parse(text)?;
+        let until = Instant::now() + OPEN;
+        let peer = self.peer(&address.authority);
+        let mut talk = peer.connect(until)?;
+        talk.stream().limit(until);
+        let asked = Instant::now();
+        let opened = talk.open(&address.name)?;
+        let round_trip = asked.elapsed();
+        let known = locked(&self.sources).get(text).and_then(Weak::upgrade);
+        if let Some(source) = known.filter(|source| *source.opened() == opened) {
+            source.add(talk);
+            return Ok(source);
+        }
+        let extents = talk.extents(opened.bytes, MAX_EXTENTS)?;
+        let source = PeerSource::new(
+            peer,
+            text.to_owned(),
+            address.name,
+            opened,
+            extents,
+            round_trip,
+        );
+        source.add(talk);
+        let source = Arc::new(source);
+        let mut sources = locked(&self.sources);
+        sources.retain(|_, source| source.strong_count() > 0);
+        sources.insert(text.to_owned(), Arc::downgrade(&source));
+        Ok(source)
+    }
+}
+
+impl Store for PeerStore {
+    fn schemes(&self) -> &[&str] {
+        &["pageferry"]
+    }
+
+    fn open(&self, address: &str) -> Result<Arc<dyn Source>, SourceError> {
+        match self.find(address) {
+            Ok(source) => Ok(source),
+            Err(why) => Err(SourceError::Failed {
+                what: address.to_owned(),
+                why: io::Error::other(why),
+            }),
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! The client's side of the protocol.
+
+use super::error::PeerError;
+use super::wire::{
+    FrameError, HEADER_BYTES, HELLO_BYTES, Kind, MAX_BODY, MAX_EXTENTS, MAX_IDENTITY, Opened,
+    Reply, Request, VERSION, check_len, decode_extents, hello, version_of,
+};
+use pageferry_tls::FirstBytes;
+use std::io::{self, Read, Write};
+
+/// A conversation over a stream. After an error that is no answer of the peer it is of no use.
+#[derive(Debug)]
+pub struct Talk<S> {
+    stream: S,
+    number: u32,
+}
+
+impl<S: Read + Write> Talk<S> {
+    /// Greets the peer.
+    ///
+    /// # Errors
+    /// [`PeerError`].
+    pub fn begin(mut stream: S) -> Result<Self, PeerError> {
+        stream.write_all(&hello())?;
+        stream.flush()?;
+        let mut theirs = Vec::new();
+        // A stranger may say less: TLS has an alert of 7 bytes for a peer without it.
+        (&mut stream)
+            .take(HELLO_BYTES as u64)
+            .read_to_end(&mut theirs)?;
+        let version = theirs.first_chunk().map(version_of);
+        match version.flatten() {
+            Some(VERSION) => Ok(Self { stream, number: 0 }),
+            Some(version) => Err(PeerError::Version(version)),
+            None if theirs.is_empty() => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+            None => Err(PeerError::Stranger {
+                first: FirstBytes::new(&theirs),
+            }),
+        }
+    }
+
+    /// The stream.
+    pub fn stream(&mut self) -> &mut S {
+        &mut self.stream
+    }
+
+    /// Opens a file.
+    ///
+    /// # Errors
+    /// [`PeerError`].
+    pub fn open(&mut self, name: &str) -> Result<Opened, PeerError> {
+        let reply = self.ask(Kind::Open, 0, name.len() as u32, name.as_bytes())?;
+        check_len(reply.len, 9, (8 + MAX_IDENTITY) as u32)?;
+        let mut body = vec![0; reply.len as usize];
+        self.body(&reply, &mut body)?;
+        Ok(Opened::decode(&body)?)
+    }
+
+    /// The parts with data of the open file of `bytes`: at most `most`. The rest counts as data.
+    ///
+    /// # Errors
+    /// [`PeerError`].
+    pub fn extents(&mut self, bytes: u64, most: usize) -> Result<Vec<(u64, u64)>, PeerError> {
+        let mut extents: Vec<(u64, u64)> = Vec::new();
+        loop {
+            let from = extents.last().map_or(0, |&(_, end)| end);
+            if extents.len() >= most && from < bytes {
+                extents.push((from, bytes));
+            }
+            if from >= bytes || extents.len() > most {
+                return Ok(extents);
+            }
+            let reply = self.ask(Kind::Extents, from, MAX_EXTENTS, &[])?;
+            let mut body = vec![0; reply.len as usize];
+            self.body(&reply, &mut body)?;
+            let more = decode_extents(&body, from, bytes)?;
+            if more.is_empty() {
+                return Ok(extents);
+            }
+            extents.extend(more);
+        }
+    }
+
+    /// Reads bytes of the open file, at most [`MAX_BODY`].
+    ///
+    /// # Errors
+    /// [`PeerError`].
+    pub fn read(&mut self, offset: u64, buffer: &mut [u8]) -> Result<(), PeerError> {
+        let len = u32::try_from(buffer.len()).unwrap_or(u32::MAX);
+        check_len(len, 1, MAX_BODY)?;
+        let reply = self.ask(Kind::Read, offset, len, &[])?;
+        check_len(reply.len, len, len)?;
+        self.body(&reply, buffer)
+    }
+
+    /// Sends a request, and receives the header of its reply.
+    fn ask(&mut self, kind: Kind, offset: u64, len: u32, name: &[u8]) -> Result<Reply, PeerError> {
+        self.number = self.number.wrapping_add(1);
+        let request = Request {
+            kind,
+            number: self.number,
+            offset,
+            len,
+        };
+        self.stream
+            .write_all(&[&request.encode()[..], name].concat())?;
+        self.stream.flush()?;
+        let mut header = [0; HEADER_BYTES];
+        self.stream.read_exact(&mut header)?;
+        let reply = Reply::decode(&header)?;
+        if reply.number != self.number {
+            let (expected, found) = (self.number, reply.number);
+            return Err(FrameError::Number { expected, found }.into());
+        }
+        match reply.kind {
+            Ok(found) if found == kind => Ok(reply),
+            Ok(found) => Err(FrameError::Kind(found as u8).into()),
+            Err(code) => {
+                let mut sentence = vec![0; reply.len as usize];
+                self.body(&reply, &mut sentence)?;
+                // It may reach a terminal.
+                let sentence = String::from_utf8_lossy(&sentence).replace(char::is_control, " ");
+                Err(PeerError::Refused { code, sentence })
+            }
+        }
+    }
+
+    fn body(&mut self, reply: &Reply, body: &mut [u8]) -> Result<(), PeerError> {
+        self.stream.read_exact(body)?;
+        Ok(reply.check(body)?)
+    }
+}

@@ -1,0 +1,187 @@
+//! What peers may cost a server.
+
+use crate::scene::{Scene, listener, memory};
+use pageferry_pager::Store;
+use pageferry_remote::peer::talk::Talk;
+use pageferry_remote::peer::{Limits, PeerStore, Protection, Server, Shares, wire};
+use pageferry_testkit::wait_until;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+fn connect(address: SocketAddr) -> TcpStream {
+    let socket = TcpStream::connect(address).unwrap();
+    socket
+        .set_read_timeout(Some(Duration::from_secs(20)))
+        .unwrap();
+    socket
+}
+
+/// Whether the server closes a connection, instead of an answer.
+fn is_closed(socket: &mut TcpStream) -> bool {
+    !matches!(socket.read(&mut [0; 64]), Ok(1..))
+}
+
+#[test]
+fn silent_connections_keep_nobody_out() {
+    let scene = Scene::new("silent");
+    std::fs::write(scene.file("memory"), memory(1, 100)).unwrap();
+    let source = scene.open("memory");
+    let mut silent: Vec<_> = (0..100).map(|_| connect(scene.socket_address())).collect();
+    // Half of a first record of TLS.
+    for socket in &mut silent[50..] {
+        socket.write_all(&[0x16, 3, 1, 2]).unwrap();
+    }
+    scene.open("memory").read(0, &mut [0; 4096]).unwrap();
+    source.read(1 << 17, &mut [0; 4096]).unwrap();
+    // The oldest went for newer ones, and the others have their time.
+    assert!(is_closed(&mut silent[0]));
+    assert!(is_closed(&mut silent[99]));
+}
+
+#[test]
+fn full_servers_refuse_and_serve_again() {
+    let limits = Limits {
+        connections: 4,
+        ..Limits::default()
+    };
+    let scene = Scene::new("full");
+    std::fs::write(scene.file("memory"), memory(1, 1)).unwrap();
+    let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
+    let server = Server::with_limits(listener(), shares, Protection::Loopback, limits).unwrap();
+    let talk = || Talk::begin(connect(server.address()));
+    let mut guests: Vec<_> = (0..4).map(|_| talk().unwrap()).collect();
+    assert!(talk().is_err(), "the fifth");
+    assert_eq!(guests[0].open("memory").unwrap().bytes, 4096);
+    guests.pop();
+    wait_until("a free place", || talk().is_ok());
+}
+
+#[test]
+fn one_address_does_not_take_all_places() {
+    let limits = Limits {
+        per_address: 2,
+        ..Limits::default()
+    };
+    let shares = Shares::of_files([]).unwrap();
+    let server = Server::with_limits(listener(), shares, Protection::Loopback, limits).unwrap();
+    let talk = || Talk::begin(connect(server.address()));
+    let guests = [talk().unwrap(), talk().unwrap()];
+    assert!(talk().is_err());
+    drop(guests);
+    wait_until("a free place", || talk().is_ok());
+}
+
+#[test]
+fn idle_peers_and_slow_readers_are_dropped() {
+    let limits = Limits {
+        idle: Duration::from_millis(200),
+        exchange: Duration::from_millis(400),
+        ..Limits::default()
+    };
+    let scene = Scene::new("slow");
+    std::fs::write(scene.file("memory"), memory(1, 4096)).unwrap();
+    let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
+    let server = Server::with_limits(listener(), shares, Protection::Loopback, limits).unwrap();
+    let mut idle = Talk::begin(connect(server.address())).unwrap();
+    assert!(is_closed(idle.stream()));
+    // It asks for more than buffers hold, and reads nothing.
+    let mut slow = Talk::begin(connect(server.address())).unwrap();
+    slow.open("memory").unwrap();
+    let request = wire::Request {
+        kind: wire::Kind::Read,
+        number: 9,
+        offset: 0,
+        len: wire::MAX_BODY,
+    };
+    for _ in 0..16 {
+        // The server may have dropped it before the last ones.
+        let _ = slow.stream().write_all(&request.encode());
+    }
+    let store = PeerStore::new(Protection::Loopback);
+    let source = store
+        .open(&format!("pageferry://{}/memory", server.address()))
+        .unwrap();
+    source.read(0, &mut [0; 4096]).unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    let mut left = 0;
+    let mut part = vec![0; 1 << 16];
+    while let Ok(len @ 1..) = slow.stream().read(&mut part) {
+        left += len;
+    }
+    assert!(left < 16 << 20, "it got all {left} bytes");
+}
+
+#[test]
+fn malformed_requests_are_told_and_end_the_connection() {
+    let scene = Scene::new("malformed");
+    std::fs::write(scene.file("memory"), memory(1, 4)).unwrap();
+    let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
+    let server = Server::start(listener(), shares, Protection::Loopback).unwrap();
+    let valid = wire::Request {
+        kind: wire::Kind::Read,
+        number: 7,
+        offset: 0,
+        len: 1,
+    };
+    let with = |at: usize, byte: u8| {
+        let mut bytes = valid.encode();
+        bytes[at] = byte;
+        bytes
+    };
+    for (request, expected) in [
+        (valid.encode(), "no file is open"),
+        (with(0, 9), "kind 9"),
+        (with(1, 1), "reserved"),
+        (with(23, 1), "reserved"),
+        (with(16, 0), "0 bytes, expected 1 to 1048576"),
+        (with(19, 0xff), "expected 1 to 1048576"),
+    ] {
+        let mut talk = Talk::begin(connect(server.address())).unwrap();
+        let socket = talk.stream();
+        socket.write_all(&request).unwrap();
+        let mut header = [0; wire::HEADER_BYTES];
+        socket.read_exact(&mut header).unwrap();
+        let reply = wire::Reply::decode(&header).unwrap();
+        assert_eq!((reply.kind, reply.number), (Err(wire::Code::Malformed), 7));
+        let mut sentence = vec![0; reply.len as usize];
+        socket.read_exact(&mut sentence).unwrap();
+        let sentence = String::from_utf8(sentence).unwrap();
+        assert!(sentence.contains(expected), "{sentence}");
+        if expected == "no file is open" {
+            assert_eq!(talk.open("memory").unwrap().bytes, 4 * 4096);
+        } else {
+            assert!(is_closed(socket));
+        }
+    }
+    // Behind the end of the file: an answer, and the connection goes on.
+    let mut talk = Talk::begin(connect(server.address())).unwrap();
+    talk.open("memory").unwrap();
+    for offset in [4 * 4096 - 1, u64::MAX] {
+        let why = talk.read(offset, &mut [0; 2]).unwrap_err();
+        assert!(
+            why.to_string().contains("the file ends at byte 16384"),
+            "{why}"
+        );
+    }
+    talk.read(4 * 4096 - 2, &mut [0; 2]).unwrap();
+}
+
+#[test]
+fn other_protocols_are_told_what_listens_here() {
+    let shares = Shares::of_files([]).unwrap();
+    let server = Server::start(listener(), shares, Protection::Loopback).unwrap();
+    let mut socket = connect(server.address());
+    socket.write_all(b"GET /memory HTTP/1.1\r\n\r\n").unwrap();
+    let mut answer = Vec::new();
+    socket.read_to_end(&mut answer).unwrap();
+    assert!(answer.starts_with(&wire::MAGIC));
+    let mut socket = connect(server.address());
+    let mut newer = wire::hello();
+    newer[8] = 9;
+    socket.write_all(&newer).unwrap();
+    let mut answer = [0; wire::HELLO_BYTES];
+    socket.read_exact(&mut answer).unwrap();
+    assert_eq!(wire::version_of(&answer), Some(wire::VERSION));
+    assert!(is_closed(&mut socket));
+}

@@ -1,0 +1,227 @@
+//! A server that lies: nothing of it becomes contents.
+
+use crate::scene::listener;
+use pageferry_pager::{Source, SourceError, Store};
+use pageferry_remote::peer::wire::{
+    self, Code, HEADER_BYTES, HELLO_BYTES, Kind, Opened, Reply, Request, encode_extents,
+};
+use pageferry_remote::peer::{PeerStore, Protection};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+
+const BYTES: u64 = 1 << 20;
+
+/// The bytes on the connection that answer a request.
+type Lie = dyn Fn(&Request) -> Vec<u8> + Send + Sync;
+
+/// What an honest server sends.
+fn truth(request: &Request) -> (Reply, Vec<u8>) {
+    let body = match request.kind {
+        Kind::Open => Opened {
+            bytes: BYTES,
+            identity: "a file".to_owned(),
+        }
+        .encode(),
+        Kind::Extents => encode_extents(&[(request.offset, BYTES)]),
+        Kind::Read => vec![7; request.len as usize],
+    };
+    (Reply::of(Ok(request.kind), request.number, &body), body)
+}
+
+fn frame(reply: &Reply, body: &[u8]) -> Vec<u8> {
+    [&reply.encode()[..], body].concat()
+}
+
+/// A server of one file. Returns its address.
+fn serve(lie: impl Fn(&Request) -> Vec<u8> + Send + Sync + 'static) -> String {
+    let listener = listener();
+    let address = listener.local_addr().unwrap();
+    let lie: Arc<Lie> = Arc::new(lie);
+    // It ends with the process of the test.
+    std::thread::spawn(move || {
+        for socket in listener.incoming().flatten() {
+            let lie = lie.clone();
+            std::thread::spawn(move || converse(socket, &*lie));
+        }
+    });
+    format!("pageferry://{address}/memory")
+}
+
+fn converse(mut socket: TcpStream, lie: &Lie) -> Option<()> {
+    let mut hello = [0; HELLO_BYTES];
+    socket.read_exact(&mut hello).ok()?;
+    socket.write_all(&wire::hello()).ok()?;
+    loop {
+        let mut header = [0; HEADER_BYTES];
+        socket.read_exact(&mut header).ok()?;
+        let request = Request::decode(&header).ok()?;
+        if request.kind == Kind::Open {
+            socket.read_exact(&mut vec![0; request.len as usize]).ok()?;
+        }
+        let answer = lie(&request);
+        socket.write_all(&answer).ok()?;
+        // Less than it announced: it closes.
+        let announced = answer
+            .as_chunks::<HEADER_BYTES>()
+            .0
+            .first()
+            .map(Reply::decode);
+        match announced {
+            Some(Ok(reply)) if answer.len() >= HEADER_BYTES + reply.len as usize => {}
+            Some(Err(_)) => {}
+            _ => return None,
+        }
+    }
+}
+
+fn open(address: &str) -> Result<Arc<dyn Source>, SourceError> {
+    PeerStore::new(Protection::Loopback).open(address)
+}
+
+/// Lies about requests of this kind, and is honest otherwise.
+fn lies_about(kind: Kind, lie: impl Fn(&Request) -> Vec<u8> + Send + Sync + 'static) -> String {
+    serve(move |request| {
+        if request.kind == kind {
+            return lie(request);
+        }
+        let (reply, body) = truth(request);
+        frame(&reply, &body)
+    })
+}
+
+#[test]
+fn the_double_of_a_server_is_read_when_it_is_honest() {
+    let address = serve(|request| {
+        let (reply, body) = truth(request);
+        frame(&reply, &body)
+    });
+    let source = open(&address).unwrap();
+    let mut page = [0; 4096];
+    source.read(8192, &mut page).unwrap();
+    assert_eq!(page, [7; 4096]);
+}
+
+#[test]
+fn wrong_replies_to_a_read_are_errors() {
+    type Change = fn(&mut Reply, &mut Vec<u8>);
+    let changes: [(&str, Change); 7] = [
+        ("number", |reply, _| reply.number += 1),
+        ("kind 2", |reply, _| reply.kind = Ok(Kind::Extents)),
+        ("checksum", |reply, _| reply.checksum ^= 1),
+        ("checksum", |_, body| body[100] ^= 1),
+        ("a body of", |reply, body| {
+            body.pop();
+            *reply = Reply::of(reply.kind, reply.number, body);
+        }),
+        ("a body of", |reply, body| {
+            body.push(0);
+            *reply = Reply::of(reply.kind, reply.number, body);
+        }),
+        ("4294967295 bytes", |reply, _| reply.len = u32::MAX),
+    ];
+    for (expected, change) in changes {
+        let address = lies_about(Kind::Read, move |request| {
+            let (mut reply, mut body) = truth(request);
+            change(&mut reply, &mut body);
+            frame(&reply, &body)
+        });
+        let source = open(&address).unwrap();
+        let why = source.read(0, &mut [0; 4096]).unwrap_err().to_string();
+        assert!(why.contains(expected), "{expected}: {why}");
+        assert!(!source.read_now(0, &mut [0; 4096]).unwrap(), "it is kept");
+    }
+}
+
+#[test]
+fn a_reply_that_is_cut_off_is_an_error() {
+    for kept in [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 4000] {
+        let address = lies_about(Kind::Read, move |request| {
+            let (reply, body) = truth(request);
+            frame(&reply, &body)[..kept].to_vec()
+        });
+        let source = open(&address).unwrap();
+        let why = source.read(0, &mut [0; 4096]).unwrap_err().to_string();
+        assert!(why.contains("the connection is lost"), "{why}");
+    }
+}
+
+#[test]
+fn lies_about_a_file_are_errors_when_it_is_opened() {
+    let opened = |bytes: u64, identity: &str| {
+        let identity = identity.to_owned();
+        Opened { bytes, identity }.encode()
+    };
+    for (body, expected) in [
+        (vec![], "a body of 0 bytes"),
+        (vec![0; 8], "a body of 8 bytes"),
+        (opened(1, &"x".repeat(257)), "a body of 265 bytes"),
+        (opened(1, "\u{1b}[31m"), "UTF-8"),
+        ([&[0; 8][..], &[0xff; 4]].concat(), "UTF-8"),
+    ] {
+        let address = lies_about(Kind::Open, move |request| {
+            let reply = Reply::of(Ok(request.kind), request.number, &body);
+            frame(&reply, &body)
+        });
+        let why = open(&address).unwrap_err().to_string();
+        assert!(why.contains(expected), "{expected}: {why}");
+    }
+    for extents in [
+        vec![(0, 0)],
+        vec![(4096, 8192), (0, 4096)],
+        vec![(0, BYTES + 1)],
+        vec![(u64::MAX, 0)],
+    ] {
+        let address = lies_about(Kind::Extents, move |request| {
+            let body = encode_extents(&extents);
+            let reply = Reply::of(Ok(request.kind), request.number, &body);
+            frame(&reply, &body)
+        });
+        let why = open(&address).unwrap_err().to_string();
+        assert!(why.contains("extents are out of order"), "{why}");
+    }
+}
+
+#[test]
+fn sentences_of_a_peer_cannot_change_a_terminal() {
+    let address = lies_about(Kind::Read, |request| {
+        let body = b"no \x1b[31m disk \xff";
+        let reply = Reply::of(Err(Code::Failed), request.number, body);
+        frame(&reply, body)
+    });
+    let source = open(&address).unwrap();
+    let why = source.read(0, &mut [0; 4096]).unwrap_err().to_string();
+    assert!(why.contains("the peer says: no  [31m disk"), "{why}");
+}
+
+#[test]
+fn a_server_of_another_version_or_protocol_is_named() {
+    for (answer, expected) in [
+        (
+            {
+                let mut newer = wire::hello();
+                newer[8] = 2;
+                newer.to_vec()
+            },
+            "the peer has version 2 of the protocol, this side has 1",
+        ),
+        (
+            b"SSH-2.0-OpenSSH_9.6\r\n".to_vec(),
+            "the peer does not share snapshots: it began with \"SSH-2.0-\" (SSH?)",
+        ),
+        (b"HTTP".to_vec(), "it began with \"HTTP\" (HTTP?)"),
+        (vec![], "the connection is lost: the peer closed it"),
+    ] {
+        let listener = listener();
+        let address = listener.local_addr().unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut socket, _) = listener.accept().unwrap();
+            socket.write_all(&answer).unwrap();
+            let mut hello = [0; HELLO_BYTES];
+            socket.read_exact(&mut hello).unwrap();
+        });
+        let why = open(&format!("pageferry://{address}/memory")).unwrap_err();
+        assert!(why.to_string().contains(expected), "{why}");
+        server.join().unwrap();
+    }
+}

@@ -1,0 +1,135 @@
+//! Both sides of the protocol for snapshots of other hosts, with a peer of any bytes: no panic, no
+//! large allocation, and nothing that the peer did not send becomes contents.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use pageferry_remote::peer::Shares;
+use pageferry_remote::peer::answer::{Awaits, Limited, answer, greet};
+use pageferry_remote::peer::talk::Talk;
+use pageferry_remote::peer::wire::{HEADER_BYTES, HELLO_BYTES, MAX_BODY, Reply, hello};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::io::{self, Read, Write};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+/// More than a whole reply, and a list of as many extents as it has.
+const MAX_ALLOCATION: usize = 4 << 20;
+const BYTES: usize = 4096;
+
+/// Refuses large allocations.
+struct Bounded;
+
+// SAFETY: the system's allocator does the work, with the same arguments.
+unsafe impl GlobalAlloc for Bounded {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if layout.size() > MAX_ALLOCATION {
+            // The fuzzer reports a crash. A panic would allocate.
+            std::process::abort();
+        }
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static BOUNDED: Bounded = Bounded;
+
+/// A peer that says these bytes, and what it hears.
+struct Peer<'a> {
+    says: &'a [u8],
+    heard: Vec<u8>,
+}
+
+impl Read for Peer<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.says.read(buffer)
+    }
+}
+
+impl Write for Peer<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // Bounded as the input is: a request has 24 bytes, and a reply at most this file.
+        self.heard.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Limited for Peer<'_> {
+    fn limit(&mut self, _: Awaits) {}
+}
+
+/// A file, shared as `a`.
+fn shares() -> &'static Shares {
+    static SHARES: OnceLock<Shares> = OnceLock::new();
+    SHARES.get_or_init(|| {
+        let path: PathBuf = std::env::temp_dir().join(format!("pf-fuzz-{}", std::process::id()));
+        std::fs::write(&path, vec![7; BYTES]).unwrap();
+        Shares::of_files([("a".to_owned(), path)]).unwrap()
+    })
+}
+
+/// A client of a server that says `bytes`.
+fn client(bytes: &[u8]) {
+    let greeting = [&hello()[..], bytes].concat();
+    let says = match bytes.first() {
+        Some(0) => bytes,
+        _ => &greeting,
+    };
+    let heard = Vec::new();
+    let Ok(mut talk) = Talk::begin(Peer { says, heard }) else {
+        return;
+    };
+    if let Ok(opened) = talk.open("a") {
+        assert!(!opened.identity.contains(char::is_control));
+        let Ok(extents) = talk.extents(opened.bytes, 1000) else {
+            return;
+        };
+        let mut at = 0;
+        for (start, end) in extents {
+            assert!(at <= start && start < end && end <= opened.bytes);
+            at = end;
+        }
+    }
+    let mut page = [0; 4096];
+    let left = talk.stream().says;
+    if talk.read(0, &mut page).is_ok() {
+        let sent = &left[HEADER_BYTES..HEADER_BYTES + 4096];
+        assert_eq!(page, sent);
+    }
+}
+
+/// A server of a client that says `bytes`.
+fn server(bytes: &[u8]) {
+    let says = [&hello()[..], bytes].concat();
+    let heard = Vec::new();
+    let mut peer = Peer { says: &says, heard };
+    if greet(&mut peer, || ()).is_err() {
+        return;
+    }
+    // An error ends the connection, and all before it was answered.
+    let _ = answer(&mut peer, shares());
+    let mut heard = &peer.heard[HELLO_BYTES..];
+    while let Some((header, rest)) = heard.split_first_chunk::<HEADER_BYTES>() {
+        let reply = Reply::decode(header).unwrap();
+        assert!(reply.len <= MAX_BODY);
+        let (body, rest) = rest.split_at(reply.len as usize);
+        reply.check(body).unwrap();
+        heard = rest;
+    }
+    assert!(heard.is_empty());
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    match bytes.split_first() {
+        Some((side, rest)) if side % 2 == 0 => client(rest),
+        Some((_, rest)) => server(rest),
+        None => {}
+    }
+});
