@@ -22,6 +22,7 @@ mod figures;
 mod handshake;
 mod jobs;
 mod listen;
+mod mount;
 mod name;
 mod options;
 mod pager;
@@ -40,6 +41,9 @@ pub use directory::DirectoryError;
 pub use handshake::parse_regions;
 pub use handshake::{Handshake, HandshakeError, MAX_HANDSHAKE_BYTES, MAX_REGIONS};
 pub use listen::{ListenError, listen_at};
+#[doc(hidden)]
+pub use mount::parse_fuse;
+pub use mount::{Mount, MountError, MountFile, MountFileStatus, MountSettings, MountStatus};
 pub use name::{Name, NameError};
 pub use options::{Background, Format, OnLoss, Owner, Restore};
 pub use pager::{EndError, Keeper, Pager, RestoreError, Settings, StartError};

@@ -3,6 +3,7 @@
 use crate::figures::Way;
 use crate::options::Restore;
 use crate::vm::Vm;
+use hdrhistogram::Histogram;
 use serde::Serialize;
 
 /// The state of a restore.
@@ -46,6 +47,17 @@ pub struct Latency {
     pub p99: u64,
     /// The longest.
     pub max: u64,
+}
+
+impl Latency {
+    pub(crate) fn of(times: &Histogram<u64>) -> Self {
+        Self {
+            faults: times.len(),
+            p50: times.value_at_quantile(0.5),
+            p99: times.value_at_quantile(0.99),
+            max: times.max(),
+        }
+    }
 }
 
 /// A restore, seen from outside.
@@ -108,15 +120,7 @@ pub struct VmStatus {
 
 impl VmStatus {
     pub(crate) fn of(vm: &Vm) -> Self {
-        let latency = |way| {
-            let times = vm.figures.times(way);
-            Latency {
-                faults: times.len(),
-                p50: times.value_at_quantile(0.5),
-                p99: times.value_at_quantile(0.99),
-                max: times.max(),
-            }
-        };
+        let latency = |way| Latency::of(&vm.figures.times(way));
         let figures = &vm.figures;
         Self {
             pid: vm.vmm.identity.pid,
