@@ -34,7 +34,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -169,7 +169,8 @@ pub struct Mount {
     readers: Mutex<Vec<JoinHandle<()>>>,
     keeper: Option<Box<dyn Keeper>>,
     not_kept: Option<String>,
-    is_left: bool,
+    /// Whether the directory is not this mount's any more, or is left to the next pager.
+    is_over: AtomicBool,
 }
 
 impl fmt::Debug for Mount {
@@ -229,10 +230,10 @@ impl Mount {
             keeper: settings.keeper,
             not_kept: None,
             // Without its threads a mount that goes on is the next pager's.
-            is_left: goes_on,
+            is_over: AtomicBool::new(goes_on),
         };
         mount.begin(goes_on)?;
-        mount.is_left = false;
+        mount.is_over.store(false, Ordering::Relaxed);
         Ok(mount)
     }
 
@@ -329,6 +330,7 @@ impl Mount {
                 });
             }
         }
+        self.is_over.store(true, Ordering::Relaxed);
         self.forget();
         for reader in locked(&self.readers).drain(..) {
             // A panic was told when it happened.
@@ -345,14 +347,14 @@ impl Mount {
 
     /// Leaves the mount to the next pager, which gets its descriptor. This process has to end soon:
     /// it goes on serving until then.
-    pub fn leave(mut self) {
-        self.is_left = true;
+    pub fn leave(self) {
+        self.is_over.store(true, Ordering::Relaxed);
     }
 }
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        if !self.is_left && self.unmount().is_err() {
+        if !self.is_over.load(Ordering::Relaxed) && self.unmount().is_err() {
             self.forget();
             let _ = unmount_at(&self.shared.target, true);
         }
