@@ -29,6 +29,14 @@ pub(crate) enum PagerCommand {
     /// `status` and `end` send them. A pager that ends leaves its VMs waiting. The next one on the
     /// same state directory takes them up, and with --take-over it ends a pager that runs.
     Serve(ServeArgs),
+    /// Show snapshots as files that are filled when they are read
+    ///
+    /// VMs map such a file privately, as Firecracker's backend `File` and Cloud Hypervisor's
+    /// `copyonwrite` do. All VMs of a snapshot share its clean pages in the page cache, and none
+    /// needs a userfaultfd. A read that fails is repeated until it succeeds, and the VM waits. The
+    /// command ends by a signal, once no VM uses the files. Where a service manager keeps its
+    /// descriptor, the same command goes on after a restart.
+    Mount(MountArgs),
     /// Let a VM start from a snapshot: ask the pager for a socket
     Restore(RestoreArgs),
     /// Show the restores of the pager
@@ -131,6 +139,35 @@ pub(crate) struct RunArgs {
     pub(crate) json: bool,
 }
 
+/// `pageferry pager mount`.
+#[derive(Debug, Args)]
+pub(crate) struct MountArgs {
+    /// The directory to mount on
+    #[arg(value_name = "DIR")]
+    pub(crate) directory: PathBuf,
+    /// The name of a file in DIR, and the memory file that it shows
+    #[arg(long, value_name = "NAME=FILE", value_parser = named, required_unless_present = "packed")]
+    pub(crate) snapshot: Vec<(Name, PathBuf)>,
+    /// The same for a snapshot packed by `pageferry snapshot pack`, with its bases beside it
+    #[arg(long, value_name = "NAME=FILE", value_parser = named)]
+    pub(crate) packed: Vec<(Name, PathBuf)>,
+    /// Load the pages of this recording when a VM opens the file of that name
+    #[arg(long, value_name = "NAME=FILE", value_parser = named)]
+    pub(crate) replay: Vec<(Name, PathBuf)>,
+    /// The user id that owns the files, such as the jailer's
+    #[arg(long, value_name = "UID")]
+    pub(crate) owner: Option<u32>,
+    /// The group id of the files
+    #[arg(long, value_name = "GID")]
+    pub(crate) group: Option<u32>,
+    /// The mode of the files, in octal. Nobody can write them
+    #[arg(long, value_name = "MODE", default_value = "400", value_parser = mode)]
+    pub(crate) mode: u32,
+    /// Print the figures as one JSON object at the end
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
 /// Where the API socket of a pager is.
 #[derive(Debug, Args)]
 pub(crate) struct ApiArgs {
@@ -197,6 +234,18 @@ fn mode(text: &str) -> Result<u32, String> {
         .ok_or_else(|| format!("'{text}' is no mode: expected octal digits, like 660"))
 }
 
+fn named(text: &str) -> Result<(Name, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, file)) if !file.is_empty() => {
+            let name = name.parse::<Name>().map_err(|why| why.to_string())?;
+            Ok((name, file.into()))
+        }
+        _ => Err(format!(
+            "'{text}': expected a name and a file, like web=/snapshots/web/memory"
+        )),
+    }
+}
+
 fn background(text: &str) -> Result<Background, String> {
     match text {
         "off" => Ok(Background::Off),
@@ -218,6 +267,15 @@ mod tests {
         assert_eq!(mode("660"), Ok(0o660));
         for bad in ["", "8", "1000", "rw", "-1"] {
             assert!(mode(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_name_stands_before_its_file() {
+        let found = named("web=/a=b").unwrap();
+        assert_eq!((found.0.as_str(), found.1), ("web", "/a=b".into()));
+        for bad in ["", "web", "web=", "=/a", "a/b=/a"] {
+            assert!(named(bad).is_err(), "{bad}");
         }
     }
 

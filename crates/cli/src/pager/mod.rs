@@ -9,6 +9,7 @@
 mod api;
 mod args;
 mod http;
+mod mount;
 mod service;
 mod text;
 
@@ -34,7 +35,10 @@ const TELL: Duration = Duration::from_secs(5);
 impl PagerArgs {
     /// Whether the command serves VMs.
     pub(crate) fn serves(&self) -> bool {
-        matches!(self.command, PagerCommand::Run(_) | PagerCommand::Serve(_))
+        matches!(
+            self.command,
+            PagerCommand::Run(_) | PagerCommand::Serve(_) | PagerCommand::Mount(_)
+        )
     }
 }
 
@@ -46,6 +50,7 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
     match &args.command {
         PagerCommand::Run(args) => run(args, interrupts),
         PagerCommand::Serve(args) => serve(args, interrupts),
+        PagerCommand::Mount(args) => mount::mount(args, interrupts),
         PagerCommand::Restore(args) => restore(args, interrupts),
         PagerCommand::Status(args) => status(args, interrupts),
         PagerCommand::End(args) => end(args, interrupts),
@@ -53,12 +58,12 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
 }
 
 fn start(directory: PathBuf, take_over: bool) -> Result<Pager, Failure> {
-    let kept = service::kept()?;
+    let kept = service::kept(service::Kind::RESTORE)?;
     let settings = Settings {
         directory,
         take_over,
         may_not_take: !service::may_take(),
-        keeper: service::keeper(),
+        keeper: service::keeper(service::Kind::RESTORE),
         kept,
     };
     Pager::start(settings).map_err(|why| {

@@ -297,10 +297,10 @@ impl Mount {
         }
     }
 
-    /// Whether somebody else has unmounted it, and no VM uses it any more.
+    /// Whether the file system is gone: somebody has unmounted it, and no VM uses it any more.
     #[must_use]
     pub fn has_ended(&self) -> bool {
-        self.shared.is_ending() && locked(&self.readers).iter().all(JoinHandle::is_finished)
+        locked(&self.readers).iter().all(JoinHandle::is_finished)
     }
 
     /// Unmounts, and ends all threads. Loading of recordings ends in any case.
@@ -316,8 +316,12 @@ impl Mount {
             std::thread::sleep(Duration::from_millis(5));
         }
         let path = || shared.target.clone();
-        match unmount_at(&shared.target, false) {
-            // Somebody else has done it.
+        let unmounted = match self.has_ended() {
+            // What is there now is somebody else's.
+            true => Ok(()),
+            false => unmount_at(&shared.target, false),
+        };
+        match unmounted {
             Ok(()) | Err(Errno::INVAL | Errno::NOENT) => {}
             Err(Errno::BUSY) => {
                 shared.ending.store(false, Ordering::Relaxed);

@@ -16,12 +16,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Deref, DerefMut};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -98,6 +99,44 @@ impl Drop for Release<'_> {
     }
 }
 
+/// A double. If its test fails, it gets an error for what it waits for. Else it could not end.
+struct Vm {
+    double: Option<Double>,
+    path: PathBuf,
+}
+
+impl Vm {
+    fn quit(mut self) -> ExitStatus {
+        self.double.take().expect("it has not ended").quit()
+    }
+
+    fn wait(mut self) -> ExitStatus {
+        self.double.take().expect("it has not ended").wait()
+    }
+}
+
+impl Deref for Vm {
+    type Target = Double;
+
+    fn deref(&self) -> &Double {
+        self.double.as_ref().expect("it has not ended")
+    }
+}
+
+impl DerefMut for Vm {
+    fn deref_mut(&mut self) -> &mut Double {
+        self.double.as_mut().expect("it has not ended")
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let _ = unmount(&self.path, UnmountFlags::FORCE | UnmountFlags::DETACH);
+        }
+    }
+}
+
 /// A directory to mount on. Nothing stays mounted there when it is dropped.
 struct Place {
     scratch: Scratch,
@@ -134,13 +173,17 @@ impl Place {
     }
 
     /// A VM that maps the file `memory`.
-    fn double(&self, config: &Config) -> Double {
+    fn double(&self, config: &Config) -> Vm {
         let backend = Backend::File(self.mounted());
         let config = Config {
             backend,
             ..config.clone()
         };
-        Double::start(&config).expect("it needs no userfaultfd")
+        let double = Double::start(&config).expect("it needs no userfaultfd");
+        Vm {
+            double: Some(double),
+            path: self.path.clone(),
+        }
     }
 
     fn assert_unmounted(&self) {
