@@ -33,6 +33,7 @@ mod named_files;
 mod names;
 mod output;
 mod pager;
+mod pager_mount;
 mod paused;
 mod peers;
 mod progress;

@@ -335,61 +335,8 @@ fn malformed_requests_are_answered_and_cost_nothing() {
 mod as_a_service {
     use super::*;
     use crate::support::service_filter::filtered;
-    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
-    use std::io::IoSliceMut;
-    use std::mem::MaybeUninit;
-    use std::os::fd::{AsFd, OwnedFd};
-    use std::os::unix::net::UnixDatagram;
+    use crate::support::service_manager::Manager;
     use std::os::unix::process::CommandExt;
-
-    /// The socket of a service manager that keeps descriptors.
-    struct Manager {
-        socket: UnixDatagram,
-        path: PathBuf,
-    }
-
-    impl Manager {
-        fn new(dir: &Dir) -> Self {
-            let path = dir.path("notify");
-            let socket = UnixDatagram::bind(&path).unwrap();
-            socket
-                .set_read_timeout(Some(pageferry_testkit::LIMIT))
-                .unwrap();
-            Self { socket, path }
-        }
-
-        /// The next message, and its descriptors.
-        fn hear(&self) -> (String, Vec<OwnedFd>) {
-            let mut bytes = [0; 4096];
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-            let mut parts = [IoSliceMut::new(&mut bytes)];
-            let got = recvmsg(
-                self.socket.as_fd(),
-                &mut parts,
-                &mut ancillary,
-                RecvFlags::empty(),
-            );
-            let len = got.unwrap().bytes;
-            let mut fds = Vec::new();
-            for message in ancillary.drain() {
-                if let RecvAncillaryMessage::ScmRights(all) = message {
-                    fds.extend(all);
-                }
-            }
-            (String::from_utf8_lossy(&bytes[..len]).into_owned(), fds)
-        }
-
-        #[track_caller]
-        fn wait_for(&self, part: &str) -> Vec<OwnedFd> {
-            loop {
-                let (text, fds) = self.hear();
-                if text.contains(part) {
-                    return fds;
-                }
-            }
-        }
-    }
 
     #[test]
     fn kept_descriptors_serve_where_a_filter_forbids_to_take_them() {
