@@ -11,6 +11,8 @@
 //! [`Source`] in a pool, so a slow page delays none that is at hand. A directory has what
 //! outlives the process: see `docs/pager-states.md`.
 //!
+//! [`Mount`] shows snapshots as files instead: VMs that map one share its clean pages.
+//!
 //! **Neighbours.** Below: `userfault`, `snapshot` and `addr`. Above: the command line. This crate
 //! must not know machines, vCPUs or migrations.
 

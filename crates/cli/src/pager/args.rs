@@ -142,7 +142,7 @@ pub(crate) struct RunArgs {
 /// `pageferry pager mount`.
 #[derive(Debug, Args)]
 pub(crate) struct MountArgs {
-    /// The directory to mount on
+    /// The directory to mount on, which is made if there is none
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
     /// The name of a file in DIR, and the memory file that it shows

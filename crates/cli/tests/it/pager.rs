@@ -388,28 +388,39 @@ mod as_a_service {
     }
 
     #[test]
-    fn the_unit_starts_a_command_that_there_is() {
-        let path = concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../../dist/pageferry-pager.service"
-        );
-        let unit = std::fs::read_to_string(path).unwrap();
-        let value = |key: &str| {
-            let mut lines = unit.lines();
-            let found = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
-            found.unwrap_or_else(|| panic!("the unit has no {key}"))
-        };
-        let (program, args) = value("ExecStart").split_once(' ').unwrap();
-        assert!(program.ends_with("/pageferry"), "{program}");
-        let args: Vec<&str> = args.split(' ').chain(["--help"]).collect();
-        crate::support::pageferry(&args).assert_ok();
-        // The call without which a VM is taken over only from the store.
-        assert!(
-            value("SystemCallFilter")
-                .split(' ')
-                .any(|call| call == "pidfd_getfd")
-        );
-        assert!(value("FileDescriptorStoreMax").parse::<u32>().unwrap() > 0);
+    fn the_units_start_commands_that_there_are() {
+        for unit in ["pager", "mount"] {
+            let dist = concat!(env!("CARGO_MANIFEST_DIR"), "/../../dist");
+            let text = std::fs::read_to_string(format!("{dist}/pageferry-{unit}.service")).unwrap();
+            let value = |key: &str| {
+                let mut lines = text.lines();
+                lines.find_map(|line| line.strip_prefix(key)?.strip_prefix('='))
+            };
+            let (program, args) = value("ExecStart").unwrap().split_once(' ').unwrap();
+            assert!(program.ends_with("/pageferry"), "{program}");
+            let args: Vec<&str> = args.split(' ').chain(["--help"]).collect();
+            crate::support::pageferry(&args).assert_ok();
+            let room = value("FileDescriptorStoreMax").unwrap().parse::<u32>();
+            assert!(room.unwrap() > 0);
+            match (unit, value("SystemCallFilter")) {
+                // The call without which a VM is taken over only from the store.
+                ("pager", Some(calls)) => {
+                    assert!(calls.split(' ').any(|call| call == "pidfd_getfd"));
+                }
+                ("mount", None) => {
+                    // They give a service a mount namespace, where VMs do not see its mount.
+                    for key in [
+                        "ProtectSystem",
+                        "ProtectHome",
+                        "PrivateTmp",
+                        "PrivateDevices",
+                    ] {
+                        assert_eq!(value(key), None, "{key}");
+                    }
+                }
+                (unit, calls) => panic!("{unit}: {calls:?}"),
+            }
+        }
     }
 
     #[test]

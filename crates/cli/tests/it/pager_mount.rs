@@ -154,7 +154,7 @@ fn flags_that_do_not_fit_are_refused() {
     std::fs::write(&memory, [7; 8192]).unwrap();
     let (memory, none) = (memory.display(), dir.path("none"));
     let (none, web) = (none.display(), format!("web={memory}"));
-    let at = dir.path("mount").display().to_string();
+    let at = dir.path("none/mount").display().to_string();
     for (flags, code, part) in [
         (vec![], 2, "--snapshot"),
         (

@@ -61,7 +61,7 @@ pub struct MountFile {
 /// How a mount starts.
 #[derive(Default)]
 pub struct MountSettings {
-    /// The directory to mount on.
+    /// The directory to mount on. If there is none, it is made, and removed at the end.
     pub directory: PathBuf,
     /// The snapshots, by the names of their files.
     pub files: BTreeMap<Name, MountFile>,
@@ -169,6 +169,7 @@ pub struct Mount {
     readers: Mutex<Vec<JoinHandle<()>>>,
     keeper: Option<Box<dyn Keeper>>,
     not_kept: Option<String>,
+    made_directory: bool,
     /// Whether the directory is not this mount's any more, or is left to the next pager.
     is_over: AtomicBool,
 }
@@ -192,6 +193,7 @@ impl Mount {
             path: path.clone(),
             why,
         })?;
+        let mut made_directory = false;
         let kept = settings.kept.and_then(Device::kept);
         let goes_on = kept.is_some();
         let device = match (kept, find(&target)?) {
@@ -205,9 +207,13 @@ impl Mount {
                     }
                     let _ = unmount_at(&target, true);
                 }
-                Device::mount(&target).map_err(|errno| MountError::Directory {
-                    path,
-                    why: errno.into(),
+                made_directory = std::fs::create_dir(&target).is_ok();
+                Device::mount(&target).map_err(|errno| {
+                    if made_directory {
+                        let _ = std::fs::remove_dir(&target);
+                    }
+                    let why = errno.into();
+                    MountError::Directory { path, why }
                 })?
             }
         };
@@ -229,6 +235,7 @@ impl Mount {
             readers: Mutex::default(),
             keeper: settings.keeper,
             not_kept: None,
+            made_directory,
             // Without its threads a mount that goes on is the next pager's.
             is_over: AtomicBool::new(goes_on),
         };
@@ -335,6 +342,10 @@ impl Mount {
             }
         }
         self.is_over.store(true, Ordering::Relaxed);
+        if self.made_directory {
+            // One that is used for something else stays.
+            let _ = std::fs::remove_dir(&shared.target);
+        }
         self.forget();
         for reader in locked(&self.readers).drain(..) {
             // A panic was told when it happened.

@@ -705,7 +705,6 @@ fn a_directory_is_mounted_once_and_a_dead_mount_is_replaced() {
     let refused = Mount::start(settings(&path, None)).unwrap_err();
     assert!(matches!(refused, MountError::Mounted { .. }), "{refused}");
     let other = chain.place.scratch.path("other");
-    std::fs::create_dir(&other).expect("a directory");
     let kept = chain.kept.try_clone().expect("a descriptor");
     let refused = Mount::start(settings(&other, Some(kept))).unwrap_err();
     assert!(matches!(refused, MountError::Elsewhere { .. }), "{refused}");
@@ -713,6 +712,12 @@ fn a_directory_is_mounted_once_and_a_dead_mount_is_replaced() {
         let refused = Mount::start(settings(absent, None)).unwrap_err();
         assert!(matches!(refused, MountError::Directory { .. }), "{refused}");
     }
+    // A directory that was made goes with its mount.
+    let made = chain.place.scratch.path("made");
+    let mount = Mount::start(settings(&made, None)).expect("a mount");
+    assert!(made.join("memory").exists());
+    mount.unmount().expect("nobody uses it");
+    assert!(!made.exists());
     // All descriptors are closed.
     chain.pager.kill();
     let void = File::open("/dev/null").expect("a file");
