@@ -152,8 +152,8 @@ impl File {
             match self.source.read(read.offset, &mut buffer) {
                 Ok(()) => {
                     self.works();
-                    device.reply(read.unique, &buffer);
                     self.figures.answered(Way::Read, read.arrived.elapsed());
+                    device.reply(read.unique, &buffer);
                 }
                 Err(why) => {
                     self.failed(&why);

@@ -167,8 +167,9 @@ impl Shared {
                 Ok(false) | Err(_) => return file.add(&self.device, read),
             }
         };
-        self.device.reply(read.unique, buffer);
+        // Before the reply: a reader that goes on is counted.
         file.figures.answered(way, read.arrived.elapsed());
+        self.device.reply(read.unique, buffer);
     }
 }
 
