@@ -12,11 +12,15 @@ use crate::signals::Interrupts;
 use crate::size::human;
 use pageferry_bench::kit::charts::time;
 use pageferry_pager::{
-    Format, Mount, MountError, MountFile, MountSettings, MountStatus, Name, Owner, Recording,
-    Survival, open_source,
+    Format, Mount, MountError, MountFile, MountSettings, Name, Owner, Recording, Survival,
+    open_source,
 };
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::time::{Duration, Instant};
+
+/// The interval at which sources are looked at.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// `pageferry pager mount`.
 pub(super) fn mount(args: &MountArgs, interrupts: &Interrupts) -> Result<(), Failure> {
@@ -43,7 +47,7 @@ pub(super) fn mount(args: &MountArgs, interrupts: &Interrupts) -> Result<(), Fai
     service::ready(&format!("{} files at {directory}", status.files.len()));
     let mut told = Told::default();
     let mut watch = || {
-        told.watch(&mount.status());
+        told.watch(&mount);
         std::thread::sleep(POLL);
     };
     while !asked_to_end(interrupts) && !mount.has_ended() {
@@ -113,6 +117,7 @@ fn files(args: &MountArgs) -> Result<BTreeMap<Name, MountFile>, Failure> {
 /// What the user has heard.
 struct Told {
     watchdog: service::Watchdog,
+    looked: Instant,
     faults: BTreeMap<String, String>,
     has_strays: bool,
 }
@@ -121,6 +126,7 @@ impl Default for Told {
     fn default() -> Self {
         Self {
             watchdog: service::Watchdog::new(),
+            looked: Instant::now(),
             faults: BTreeMap::new(),
             has_strays: false,
         }
@@ -129,8 +135,13 @@ impl Default for Told {
 
 impl Told {
     /// Tells of sources that are lost or back.
-    fn watch(&mut self, status: &MountStatus) {
+    fn watch(&mut self, mount: &Mount) {
         self.watchdog.live();
+        if self.looked.elapsed() < LOOK {
+            return;
+        }
+        self.looked = Instant::now();
+        let status = mount.status();
         for file in &status.files {
             let before = self.faults.get(&file.name);
             if before == file.fault.as_ref() {
