@@ -43,8 +43,12 @@ pub(super) fn mount(args: &MountArgs, interrupts: &Interrupts) -> Result<(), Fai
         output::note(&format!("the death of this pager would cost VMs: {why}"));
     }
     let directory = status.directory.display();
-    output::note(&format!("{} files at {directory}", status.files.len()));
-    service::ready(&format!("{} files at {directory}", status.files.len()));
+    let files = match status.files.len() {
+        1 => format!("1 file at {directory}"),
+        count => format!("{count} files at {directory}"),
+    };
+    output::note(&files);
+    service::ready(&files);
     let mut told = Told::default();
     let mut watch = || {
         told.watch(&mount);

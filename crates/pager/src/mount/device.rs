@@ -50,7 +50,7 @@ impl Device {
         (!is_over).then_some(Self(fd))
     }
 
-    /// Whether it is the descriptor of this mount. Linux tells that since 6.15 or so.
+    /// Whether it is the descriptor of this mount, as far as the kernel tells. Linux 6.18 does.
     pub(super) fn is_of(&self, mount: &Found) -> bool {
         let path = format!("/proc/self/fdinfo/{}", self.0.as_raw_fd());
         let text = std::fs::read_to_string(path).unwrap_or_default();

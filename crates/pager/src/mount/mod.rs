@@ -164,6 +164,24 @@ pub struct MountFileStatus {
 /// A file system with snapshots, served by this process.
 ///
 /// Dropping it takes it out of the tree. VMs that use it are served as long as the process lives.
+///
+/// ```no_run
+/// use pageferry_pager::{Format, Mount, MountFile, MountSettings, Owner, open_source};
+///
+/// let file = MountFile {
+///     source: open_source("/snapshots/web/memory".as_ref(), Format::Raw)?,
+///     owner: Owner::default(),
+///     replay: None,
+/// };
+/// let mount = Mount::start(MountSettings {
+///     directory: "/run/snapshots".into(),
+///     files: [("web".parse()?, file)].into(),
+///     ..MountSettings::default()
+/// })?;
+/// // VMs map `/run/snapshots/web` privately. Once all of them have ended:
+/// mount.unmount()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Mount {
     shared: Arc<Shared>,
     readers: Mutex<Vec<JoinHandle<()>>>,

@@ -498,6 +498,7 @@ fn a_recording_is_in_the_page_cache_before_a_vm_asks() {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct MountOrder {
     memory: PathBuf,
+    replay: Option<PathBuf>,
     delay: Duration,
     /// A descriptor of the process with this id.
     kept: Option<(i32, i32)>,
@@ -523,9 +524,11 @@ fn take(pid: i32, fd: i32) -> OwnedFd {
 /// Becomes a process that mounts. It answers each line by its status, and ends with its input.
 pub(crate) fn process(directory: &Path, order: &MountOrder, mut control: UnixStream) -> ! {
     let source = Odd::new(&order.memory, 0, order.delay);
+    let load = |path: &PathBuf| Recording::load(path).expect("a recording");
+    let replay = order.replay.as_ref().map(load);
     let started = Mount::start(MountSettings {
         directory: directory.to_owned(),
-        files: [(name("memory"), file(source, None))].into(),
+        files: [(name("memory"), file(source, replay))].into(),
         keeper: Some(Box::new(Kept)),
         kept: order.kept.map(|(pid, fd)| take(pid, fd)),
     });
@@ -566,6 +569,7 @@ impl Chain {
         trial.unmount().expect("nobody uses it");
         let mount = MountOrder {
             memory,
+            replay: None,
             delay,
             kept: None,
         };
@@ -621,6 +625,12 @@ fn a_killed_pager_costs_no_reader_if_its_descriptor_is_kept() {
         return;
     };
     assert_eq!(chain.status()["death_of_pager"], "kept");
+    // Kills also meet a pager that loads a recording, of every second part.
+    let recording = chain.place.scratch.path("recording");
+    let parts = (0..pages(&config)).rev().filter(|page| page / 16 % 2 == 0);
+    let bytes = Recording::of(parts.map(|page| page * PAGE_BYTES)).encode();
+    std::fs::write(&recording, bytes).expect("a file");
+    chain.set(|mount, _| mount.replay = Some(recording));
     let range = seeds("PAGEFERRY_MOUNT_KILLS", 25);
     let mut random = Random::new(range.start);
     for seed in range {
