@@ -34,6 +34,7 @@ pub(super) fn mount(args: &MountArgs, interrupts: &Interrupts) -> Result<(), Fai
     let mount = Mount::start(settings).map_err(|why| {
         let exit = match why {
             MountError::Host(_) => Exit::Internal,
+            MountError::NoFuse(_) | MountError::Forbidden => Exit::Delivery,
             _ => Exit::Address,
         };
         Failure::new(exit, why.to_string())

@@ -25,21 +25,24 @@ const ANSWERS: Duration = Duration::from_secs(2);
 pub(super) struct Device(OwnedFd);
 
 impl Device {
-    /// Mounts a new file system. `target` is a directory.
-    pub(super) fn mount(target: &Path) -> Result<Self, Errno> {
+    /// Opens a descriptor that has no mount yet.
+    pub(super) fn open() -> Result<Self, Errno> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
-        let fd = rustix::fs::open("/dev/fuse", flags, Mode::empty())?;
+        rustix::fs::open("/dev/fuse", flags, Mode::empty()).map(Self)
+    }
+
+    /// Mounts a file system on a directory.
+    pub(super) fn mount(&self, target: &Path) -> Result<(), Errno> {
         let user = rustix::process::geteuid().as_raw();
         let group = rustix::process::getegid().as_raw();
         let data = format!(
             "fd={},rootmode=40000,user_id={user},group_id={group},allow_other,default_permissions",
-            fd.as_raw_fd()
+            self.0.as_raw_fd()
         );
         let data = CString::new(data).map_err(|_| Errno::INVAL)?;
         let flags =
             MountFlags::RDONLY | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
-        mount("pageferry", target, KIND, flags, &*data)?;
-        Ok(Self(fd))
+        mount("pageferry", target, KIND, flags, &*data)
     }
 
     /// A descriptor that outlived the process that mounted it. `None` if its mount has ended.
@@ -205,8 +208,8 @@ mod tests {
 
     #[test]
     fn a_descriptor_without_a_mount_is_over() {
-        if let Ok(file) = std::fs::File::open("/dev/fuse") {
-            assert!(Device::kept(file.into()).is_none());
+        if let Ok(device) = Device::open() {
+            assert!(Device::kept(device.0).is_none());
         }
     }
 }

@@ -93,6 +93,12 @@ pub enum MountError {
         /// The reason.
         why: io::Error,
     },
+    /// The kernel or the container has no FUSE.
+    #[error("cannot open /dev/fuse: {0}: expected a kernel with FUSE, and rights on the device")]
+    NoFuse(io::Error),
+    /// The process may not mount.
+    #[error("this process may not mount: expected root, or CAP_SYS_ADMIN")]
+    Forbidden,
     /// Another pager has it, or nobody who has its descriptor answers.
     #[error(
         "{} is mounted by another pager: end that one, or hand its descriptor over",
@@ -225,14 +231,20 @@ impl Mount {
                     }
                     let _ = unmount_at(&target, true);
                 }
+                let device = Device::open().map_err(|errno| MountError::NoFuse(errno.into()))?;
                 made_directory = std::fs::create_dir(&target).is_ok();
-                Device::mount(&target).map_err(|errno| {
-                    if made_directory {
-                        let _ = std::fs::remove_dir(&target);
-                    }
-                    let why = errno.into();
-                    MountError::Directory { path, why }
-                })?
+                let mounted = device.mount(&target);
+                if mounted.is_err() && made_directory {
+                    let _ = std::fs::remove_dir(&target);
+                }
+                mounted.map_err(|errno| match errno {
+                    Errno::PERM => MountError::Forbidden,
+                    _ => MountError::Directory {
+                        path,
+                        why: errno.into(),
+                    },
+                })?;
+                device
             }
         };
         let files = settings.files.into_iter().map(|(name, file)| {

@@ -213,12 +213,7 @@ fn file(source: Arc<dyn Source>, replay: Option<Recording>) -> MountFile {
 fn start(settings: MountSettings) -> Option<Mount> {
     match Mount::start(settings) {
         Ok(mount) => Some(mount),
-        Err(MountError::Directory { why, .. })
-            if matches!(
-                Errno::from_io_error(&why),
-                Some(Errno::PERM | Errno::ACCESS | Errno::NOENT | Errno::NODEV)
-            ) =>
-        {
+        Err(why @ (MountError::NoFuse(_) | MountError::Forbidden)) => {
             pageferry_testkit::skip("fuse", why);
             None
         }
