@@ -337,7 +337,8 @@ impl Mount {
     /// Whether the file system is gone: somebody has unmounted it, and no VM uses it any more.
     #[must_use]
     pub fn has_ended(&self) -> bool {
-        locked(&self.readers).iter().all(JoinHandle::is_finished)
+        let readers = locked(&self.readers);
+        !readers.is_empty() && readers.iter().all(JoinHandle::is_finished)
     }
 
     /// Unmounts, and ends all threads. Loading of recordings ends in any case.
@@ -346,6 +347,9 @@ impl Mount {
     /// [`MountError::InUse`]: VMs use files. They are served as before.
     pub fn unmount(&self) -> Result<(), MountError> {
         let shared = &self.shared;
+        if self.is_over.load(Ordering::Relaxed) {
+            return Ok(());
+        }
         // The threads that load a recording have the file open.
         shared.ending.store(true, Ordering::Relaxed);
         let began = Instant::now();
