@@ -7,8 +7,8 @@
 //! write every fourth page. The time begins with the handshake. *Plain* is a handler of ours with
 //! one thread that reads and copies page by page: it stands for published examples. *Mapping* is a
 //! private mapping of the memory file, as in Firecracker's backend `File`. *Mount* is a private
-//! mapping of the file that a pager shows, whose pages a *second VM* finds in the page cache. *Warm*
-//! means that the file is in the page cache, *cold* that it was dropped from there.
+//! mapping of the file that a pager shows, whose pages a *second VM* finds in the page cache.
+//! *Warm* means that the file is in the page cache, *cold* that it was dropped from there.
 
 mod plain;
 mod vmm;

@@ -1,6 +1,6 @@
 //! One file of a mount, and the reads of its source that take time.
 //!
-//! **Guarantee.** A read waits for another one only if [`THREADS`] of its file are under way. A read
+//! **Guarantee.** A read waits for another one only if [`THREADS`] of its file are under way. One
 //! that fails is repeated until it succeeds: an error would end the VM (SIGBUS), and zeros would be
 //! wrong. Only a thread that is being killed gets an error, so that it can end.
 
