@@ -11,6 +11,8 @@
 //! [`Source`] in a pool, so a slow page delays none that is at hand. A directory has what
 //! outlives the process: see `docs/pager-states.md`.
 //!
+//! [`Mount`] shows snapshots as files instead: VMs that map one share its clean pages.
+//!
 //! **Neighbours.** Below: `userfault`, `snapshot` and `addr`. Above: the command line. This crate
 //! must not know machines, vCPUs or migrations.
 
@@ -24,6 +26,7 @@ mod figures;
 mod handshake;
 mod jobs;
 mod listen;
+mod mount;
 mod name;
 mod options;
 mod pager;
@@ -46,6 +49,9 @@ pub use events::{Event, Happened};
 pub use handshake::parse_regions;
 pub use handshake::{Handshake, HandshakeError, MAX_HANDSHAKE_BYTES, MAX_REGIONS};
 pub use listen::{ListenError, listen_at};
+#[doc(hidden)]
+pub use mount::parse_fuse;
+pub use mount::{Mount, MountError, MountFile, MountFileStatus, MountSettings, MountStatus};
 pub use name::{Name, NameError};
 pub use options::{Background, Format, OnLoss, Owner, Restore};
 pub use pager::{EndError, Keeper, Pager, RestoreError, Settings, StartError};

@@ -3,6 +3,7 @@
 use crate::options::Restore;
 use crate::timeline::{Came, Timeline};
 use crate::vm::Vm;
+use hdrhistogram::Histogram;
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -47,6 +48,17 @@ pub struct Latency {
     pub p99: u64,
     /// The longest.
     pub max: u64,
+}
+
+impl Latency {
+    pub(crate) fn of(times: &Histogram<u64>) -> Self {
+        Self {
+            faults: times.len(),
+            p50: times.value_at_quantile(0.5),
+            p99: times.value_at_quantile(0.99),
+            max: times.max(),
+        }
+    }
 }
 
 /// A restore, seen from outside.
@@ -117,15 +129,7 @@ pub struct VmStatus {
 
 impl VmStatus {
     pub(crate) fn of(vm: &Vm) -> Self {
-        let latency = |way| {
-            let times = vm.figures.times(way);
-            Latency {
-                faults: times.len(),
-                p50: times.value_at_quantile(0.5),
-                p99: times.value_at_quantile(0.99),
-                max: times.max(),
-            }
-        };
+        let latency = |way| Latency::of(&vm.figures.times(way));
         let figures = &vm.figures;
         let (sampled, sampled_touched) = vm
             .sample

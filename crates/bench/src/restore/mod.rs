@@ -6,10 +6,12 @@
 //! **Mechanism.** Eight threads touch a working set of runs of 1 to 16 pages at random places, and
 //! write every fourth page. The time begins with the handshake. *Plain* is a handler of ours with
 //! one thread that reads and copies page by page: it stands for published examples. *Mapping* is a
-//! private mapping of the memory file, as in Firecracker's backend `File`. *Warm* means that the
-//! file is in the page cache, *cold* that it was dropped from there. *Peer* means that another host
-//! shares the file, over a link of 1 Gbit/s between two network namespaces. Its lower bound is the
-//! time that the working set alone needs on the link. It is left out without root.
+//! private mapping of the memory file, as in Firecracker's backend `File`. *Mount* is a private
+//! mapping of the file that a pager shows, whose pages a *second VM* finds in the page cache.
+//! *Warm* means that the file is in the page cache, *cold* that it was dropped from there. *Peer*
+//! means that another host shares the file, over a link of 1 Gbit/s between two network namespaces.
+//! Its lower bound is the time that the working set alone needs on the link. It is left out without
+//! root.
 
 mod background;
 mod paced;
@@ -25,7 +27,10 @@ pub use vmm::{Memory, Restored};
 
 use crate::peer::{Peer, Role};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
-use pageferry_pager::{Name, Pager, Restore, Settings, VmStatus};
+use pageferry_pager::{
+    Format, Mount, MountFile, MountFileStatus, MountSettings, Name, Owner, Pager, Restore,
+    Settings, VmStatus, open_source,
+};
 use remote::Remote;
 use rustix::fs::{Advice, fadvise};
 use std::fs::File;
@@ -56,16 +61,21 @@ enum Way {
     /// Not measured: it writes the recording.
     Record,
     Replay,
+    Mount,
+    /// A VM after another one of the same mount.
+    MountAgain,
     Peer,
     PeerReplay,
 }
 
 /// The ways, in the order of a round. Those over a link are the last.
-const WAYS: [(Way, bool); 9] = [
+const WAYS: [(Way, bool); 11] = [
     (Way::Mapping, false),
     (Way::Plain, false),
     (Way::Pager, false),
     (Way::Replay, false),
+    (Way::Mount, false),
+    (Way::MountAgain, false),
     (Way::Mapping, true),
     (Way::Pager, true),
     (Way::Replay, true),
@@ -85,6 +95,8 @@ fn subject(way: Way, cold: bool) -> String {
         Way::Replay => "pager with replay",
         Way::Peer => return "pager, peer over 1 Gbit/s".to_owned(),
         Way::PeerReplay => return "pager with replay, peer over 1 Gbit/s".to_owned(),
+        Way::Mount => "mount",
+        Way::MountAgain => "mount, second VM",
     };
     format!("{name}, {}", if cold { "cold" } else { "warm" })
 }
@@ -96,6 +108,18 @@ struct Figures {
     p99_us: Samples,
     private: Samples,
     faults: Samples,
+}
+
+/// The name of the memory file in a mount.
+const MOUNTED: &str = "memory";
+
+/// The reads of a mount so far.
+fn reads(mount: &Mount) -> u64 {
+    let of = |file: &MountFileStatus| {
+        let ways = [&file.zero_reads, &file.at_hand_reads, &file.slow_reads];
+        ways.map(|way| way.faults).iter().sum::<u64>()
+    };
+    mount.status().files.iter().map(of).sum()
 }
 
 /// Files of the benchmark, removed at its end.
@@ -145,8 +169,18 @@ pub fn restore(
     };
     progress("recording the working set");
     one(false).measure(Way::Record)?;
+    let mounted = one(false).mount();
+    if let Err(why) = &mounted {
+        progress(&format!("no mount is measured: {why}"));
+    }
+    let may_mount = mounted.is_ok();
+    drop(mounted);
+    let is_possible = |way| may_mount || !matches!(way, Way::Mount | Way::MountAgain);
     for round in 1..=setting.repeat {
         for ((way, cold), figures) in WAYS.into_iter().zip(&mut all) {
+            if !is_possible(way) {
+                continue;
+            }
             progress(&format!(
                 "{}, round {round} of {}",
                 subject(way, cold),
@@ -178,6 +212,9 @@ fn rows(sizes: &RestoreSizes, all: &[Figures]) -> Vec<Row> {
     let warm = of(Way::Mapping, false).ms.median();
     let mut rows = Vec::new();
     for ((way, cold), figures) in WAYS.into_iter().zip(all) {
+        if figures.ms.is_empty() {
+            continue;
+        }
         let note = format!(
             "no guest; {THREADS} threads touch {} MiB, every fourth page by a write",
             sizes.working_set >> 20
@@ -220,7 +257,16 @@ fn rows(sizes: &RestoreSizes, all: &[Figures]) -> Vec<Row> {
         } else {
             p99
         });
-        rows.push(row(&figures.private, "restore.private", "B"));
+        let private = row(&figures.private, "restore.private", "B");
+        rows.push(match way {
+            Way::MountAgain => private
+                .against(
+                    subject(Way::Mapping, false),
+                    of(Way::Mapping, false).private.median(),
+                )
+                .aiming_at("<= 1.05 x the warm mapping", Bound::RatioAtMost(1.05)),
+            _ => private,
+        });
         if !figures.faults.is_empty() {
             rows.push(row(&figures.faults, "restore.faults", "faults"));
         }
@@ -279,7 +325,38 @@ impl One<'_> {
                 // The threads of the pager are there too, and so are their connections.
                 remote.within(|| self.by_pager(way, &remote.memory(), &socket))
             }
+            Way::Mount | Way::MountAgain => {
+                let mount = self.mount()?;
+                let file = self.scratch.join("mount").join(MOUNTED);
+                if way == Way::MountAgain {
+                    self.touch(Memory::File(file.clone()))?;
+                }
+                let before = reads(&mount);
+                let touched = self.touch(Memory::File(file))?;
+                let faults = reads(&mount) - before;
+                mount
+                    .unmount()
+                    .map_err(|why| BenchError::Peer(why.to_string()))?;
+                Ok((touched, Some(faults)))
+            }
         }
+    }
+
+    /// Mounts the memory file, without a page in the page cache.
+    fn mount(&self) -> Result<Mount, BenchError> {
+        let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
+        let name: Name = MOUNTED.parse().map_err(|why| failed(&why))?;
+        let file = MountFile {
+            source: open_source(self.memory, Format::Raw).map_err(|why| failed(&why))?,
+            owner: Owner::default(),
+            replay: None,
+        };
+        let settings = MountSettings {
+            directory: self.scratch.join("mount"),
+            files: [(name, file)].into(),
+            ..MountSettings::default()
+        };
+        Mount::start(settings).map_err(|why| failed(&why))
     }
 
     fn by_pager(

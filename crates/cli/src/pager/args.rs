@@ -39,6 +39,14 @@ pub(crate) enum PagerCommand {
     /// own. A packed snapshot needs its bases beside it: share the directory, or each under its
     /// file name.
     Share(ShareArgs),
+    /// Show snapshots as files that are filled when they are read
+    ///
+    /// VMs map such a file privately, as Firecracker's backend `File` and Cloud Hypervisor's
+    /// `copyonwrite` do. All VMs of a snapshot share its clean pages in the page cache, and none
+    /// needs a userfaultfd. A read that fails is repeated until it succeeds, and the VM waits. The
+    /// command ends by a signal, once no VM uses the files. Where a service manager keeps its
+    /// descriptor, the same command goes on after a restart.
+    Mount(MountArgs),
     /// Let a VM start from a snapshot: ask the pager for a socket
     Restore(RestoreArgs),
     /// Show the restores of the pager
@@ -150,6 +158,37 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     pub(crate) take_over: bool,
     /// Print the figures as one JSON object when the VM has ended
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// `pageferry pager mount`.
+#[derive(Debug, Args)]
+pub(crate) struct MountArgs {
+    /// The directory to mount on, which is made if there is none
+    #[arg(value_name = "DIR")]
+    pub(crate) directory: PathBuf,
+    /// The name of a file in DIR, and the memory file that it shows, or its address in a store
+    #[arg(long, value_name = "NAME=FILE", value_parser = named, required_unless_present = "packed")]
+    pub(crate) snapshot: Vec<(Name, PathBuf)>,
+    /// The same for a snapshot packed by `pageferry snapshot pack`, with its bases beside it
+    #[arg(long, value_name = "NAME=FILE", value_parser = named)]
+    pub(crate) packed: Vec<(Name, PathBuf)>,
+    /// Load the pages of this recording when a VM opens the file of that name
+    #[arg(long, value_name = "NAME=FILE", value_parser = named)]
+    pub(crate) replay: Vec<(Name, PathBuf)>,
+    /// The user id that owns the files, such as the jailer's
+    #[arg(long, value_name = "UID")]
+    pub(crate) owner: Option<u32>,
+    /// The group id of the files
+    #[arg(long, value_name = "GID")]
+    pub(crate) group: Option<u32>,
+    /// The mode of the files, in octal. Nobody can write them
+    #[arg(long, value_name = "MODE", default_value = "400", value_parser = mode)]
+    pub(crate) mode: u32,
+    #[command(flatten)]
+    pub(crate) stores: StoreArgs,
+    /// Print the figures as one JSON object at the end
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -305,6 +344,18 @@ fn mode(text: &str) -> Result<u32, String> {
         .ok_or_else(|| format!("'{text}' is no mode: expected octal digits, like 660"))
 }
 
+fn named(text: &str) -> Result<(Name, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, file)) if !file.is_empty() => {
+            let name = name.parse::<Name>().map_err(|why| why.to_string())?;
+            Ok((name, file.into()))
+        }
+        _ => Err(format!(
+            "'{text}': expected a name and a file, like web=/snapshots/web/memory"
+        )),
+    }
+}
+
 pub(crate) fn background(text: &str) -> Result<Background, String> {
     match text {
         "off" => Ok(Background::Off),
@@ -336,6 +387,15 @@ mod tests {
         assert_eq!(shared("web/memory=/a=b"), Ok(pair));
         for bad in ["", "=", "a", "a=", "=a"] {
             assert!(shared(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_name_stands_before_its_file() {
+        let found = named("web=/a=b").unwrap();
+        assert_eq!((found.0.as_str(), found.1), ("web", "/a=b".into()));
+        for bad in ["", "web", "web=", "=/a", "a/b=/a"] {
+            assert!(named(bad).is_err(), "{bad}");
         }
     }
 

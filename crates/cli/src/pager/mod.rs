@@ -9,6 +9,7 @@
 mod api;
 mod args;
 mod http;
+mod mount;
 mod recording;
 mod report;
 mod service;
@@ -43,7 +44,7 @@ impl PagerArgs {
     /// Whether the command serves until it is ended.
     pub(crate) fn serves(&self) -> bool {
         match self.command {
-            PagerCommand::Run(_) | PagerCommand::Serve(_) => true,
+            PagerCommand::Run(_) | PagerCommand::Serve(_) | PagerCommand::Mount(_) => true,
             #[cfg(feature = "peers")]
             PagerCommand::Share(_) => true,
             _ => false,
@@ -61,6 +62,7 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
         PagerCommand::Serve(args) => serve(args, interrupts),
         #[cfg(feature = "peers")]
         PagerCommand::Share(args) => share::share(args, interrupts),
+        PagerCommand::Mount(args) => mount::mount(args, interrupts),
         PagerCommand::Restore(args) => restore(args, interrupts),
         PagerCommand::Status(args) => status(args, interrupts),
         PagerCommand::End(args) => end(args, interrupts),
@@ -71,12 +73,12 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
 }
 
 fn start(directory: PathBuf, take_over: bool, stores: Stores) -> Result<Pager, Failure> {
-    let kept = service::kept()?;
+    let kept = service::kept(service::Kind::RESTORE)?;
     let settings = Settings {
         directory,
         take_over,
         may_not_take: !service::may_take(),
-        keeper: service::keeper(),
+        keeper: service::keeper(service::Kind::RESTORE),
         kept,
         stores,
     };

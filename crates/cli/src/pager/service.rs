@@ -18,21 +18,29 @@ use std::collections::HashMap;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
-/// The beginning of the names of this program's descriptors.
-const PREFIX: &str = "uffd-";
+/// A kind of descriptor that is kept: the beginning of its name.
+#[derive(Clone, Copy)]
+pub(crate) struct Kind(&'static str);
+
+impl Kind {
+    /// The userfaultfds of restores.
+    pub(crate) const RESTORE: Self = Self("uffd-");
+    /// The descriptor of a mount.
+    pub(crate) const MOUNT: Self = Self("fuse-");
+}
 
 /// The store of descriptors of the service manager.
-struct Store;
+struct Store(Kind);
 
 impl Keeper for Store {
     fn keep(&self, name: &str, fd: BorrowedFd<'_>) -> Result<(), String> {
-        let name = format!("{PREFIX}{name}");
+        let name = format!("{}{name}", self.0.0);
         let states = [NotifyState::FdStore, NotifyState::FdName(&name)];
         sd_notify::notify_with_fds(&states, &[fd]).map_err(|why| format!("FDSTORE failed: {why}"))
     }
 
     fn forget(&self, name: &str) {
-        let name = format!("{PREFIX}{name}");
+        let name = format!("{}{name}", self.0.0);
         let states = [NotifyState::FdStoreRemove, NotifyState::FdName(&name)];
         if let Err(why) = sd_notify::notify(&states) {
             tracing::warn!("FDSTOREREMOVE failed: {why}");
@@ -41,23 +49,31 @@ impl Keeper for Store {
 }
 
 /// The store, if the service manager says that it has room.
-pub(crate) fn keeper() -> Option<Box<dyn Keeper>> {
-    let room = std::env::var("FDSTORE").ok()?.parse::<u32>().ok()?;
-    (room > 0 && std::env::var_os("NOTIFY_SOCKET").is_some()).then(|| Box::new(Store) as _)
+pub(crate) fn keeper(kind: Kind) -> Option<Box<dyn Keeper>> {
+    has_store().then(|| Box::new(Store(kind)) as _)
 }
 
-/// The descriptors that the service manager kept for this process, by the names of their restores.
+fn has_store() -> bool {
+    let room = std::env::var("FDSTORE")
+        .ok()
+        .and_then(|room| room.parse::<u32>().ok());
+    room.is_some_and(|room| room > 0) && std::env::var_os("NOTIFY_SOCKET").is_some()
+}
+
+/// The descriptors of a kind that the service manager kept for this process, by their names.
 ///
 /// # Errors
 /// When the variables of the manager are not readable.
-pub(crate) fn kept() -> Result<HashMap<String, OwnedFd>, Failure> {
+pub(crate) fn kept(kind: Kind) -> Result<HashMap<String, OwnedFd>, Failure> {
     let cannot = |why| Failure::os("the descriptors of the service manager", why);
     let all = sd_notify::listen_fds_with_names().map_err(cannot)?;
-    Ok(all.filter_map(|(fd, name)| named(fd, &name)).collect())
+    Ok(all
+        .filter_map(|(fd, name)| named(kind, fd, &name))
+        .collect())
 }
 
-fn named(fd: RawFd, name: &str) -> Option<(String, OwnedFd)> {
-    let name = name.strip_prefix(PREFIX)?.to_owned();
+fn named(kind: Kind, fd: RawFd, name: &str) -> Option<(String, OwnedFd)> {
+    let name = name.strip_prefix(kind.0)?.to_owned();
     // SAFETY: the service manager handed the descriptor over under a name of ours, and this is the
     // only place that takes it, once.
     Some((name, unsafe { OwnedFd::from_raw_fd(fd) }))
@@ -73,7 +89,7 @@ pub(crate) fn may_take() -> bool {
 
 /// Why the death of this pager may cost VMs.
 pub(crate) fn risk() -> Option<&'static str> {
-    if keeper().is_some() {
+    if has_store() {
         return None;
     }
     if !may_take() {

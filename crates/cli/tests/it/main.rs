@@ -35,6 +35,7 @@ mod names;
 mod object_store;
 mod output;
 mod pager;
+mod pager_mount;
 mod paused;
 mod peers;
 mod progress;

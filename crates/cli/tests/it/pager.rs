@@ -393,61 +393,8 @@ fn malformed_requests_are_answered_and_cost_nothing() {
 mod as_a_service {
     use super::*;
     use crate::support::service_filter::filtered;
-    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
-    use std::io::IoSliceMut;
-    use std::mem::MaybeUninit;
-    use std::os::fd::{AsFd, OwnedFd};
-    use std::os::unix::net::UnixDatagram;
+    use crate::support::service_manager::Manager;
     use std::os::unix::process::CommandExt;
-
-    /// The socket of a service manager that keeps descriptors.
-    struct Manager {
-        socket: UnixDatagram,
-        path: PathBuf,
-    }
-
-    impl Manager {
-        fn new(dir: &Dir) -> Self {
-            let path = dir.path("notify");
-            let socket = UnixDatagram::bind(&path).unwrap();
-            socket
-                .set_read_timeout(Some(pageferry_testkit::LIMIT))
-                .unwrap();
-            Self { socket, path }
-        }
-
-        /// The next message, and its descriptors.
-        fn hear(&self) -> (String, Vec<OwnedFd>) {
-            let mut bytes = [0; 4096];
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-            let mut parts = [IoSliceMut::new(&mut bytes)];
-            let got = recvmsg(
-                self.socket.as_fd(),
-                &mut parts,
-                &mut ancillary,
-                RecvFlags::empty(),
-            );
-            let len = got.unwrap().bytes;
-            let mut fds = Vec::new();
-            for message in ancillary.drain() {
-                if let RecvAncillaryMessage::ScmRights(all) = message {
-                    fds.extend(all);
-                }
-            }
-            (String::from_utf8_lossy(&bytes[..len]).into_owned(), fds)
-        }
-
-        #[track_caller]
-        fn wait_for(&self, part: &str) -> Vec<OwnedFd> {
-            loop {
-                let (text, fds) = self.hear();
-                if text.contains(part) {
-                    return fds;
-                }
-            }
-        }
-    }
 
     #[test]
     fn kept_descriptors_serve_where_a_filter_forbids_to_take_them() {
@@ -499,28 +446,39 @@ mod as_a_service {
     }
 
     #[test]
-    fn the_unit_starts_a_command_that_there_is() {
-        let path = concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../../dist/pageferry-pager.service"
-        );
-        let unit = std::fs::read_to_string(path).unwrap();
-        let value = |key: &str| {
-            let mut lines = unit.lines();
-            let found = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
-            found.unwrap_or_else(|| panic!("the unit has no {key}"))
-        };
-        let (program, args) = value("ExecStart").split_once(' ').unwrap();
-        assert!(program.ends_with("/pageferry"), "{program}");
-        let args: Vec<&str> = args.split(' ').chain(["--help"]).collect();
-        crate::support::pageferry(&args).assert_ok();
-        // The call without which a VM is taken over only from the store.
-        assert!(
-            value("SystemCallFilter")
-                .split(' ')
-                .any(|call| call == "pidfd_getfd")
-        );
-        assert!(value("FileDescriptorStoreMax").parse::<u32>().unwrap() > 0);
+    fn the_units_start_commands_that_there_are() {
+        for unit in ["pager", "mount"] {
+            let dist = concat!(env!("CARGO_MANIFEST_DIR"), "/../../dist");
+            let text = std::fs::read_to_string(format!("{dist}/pageferry-{unit}.service")).unwrap();
+            let value = |key: &str| {
+                let mut lines = text.lines();
+                lines.find_map(|line| line.strip_prefix(key)?.strip_prefix('='))
+            };
+            let (program, args) = value("ExecStart").unwrap().split_once(' ').unwrap();
+            assert!(program.ends_with("/pageferry"), "{program}");
+            let args: Vec<&str> = args.split(' ').chain(["--help"]).collect();
+            crate::support::pageferry(&args).assert_ok();
+            let room = value("FileDescriptorStoreMax").unwrap().parse::<u32>();
+            assert!(room.unwrap() > 0);
+            match (unit, value("SystemCallFilter")) {
+                // The call without which a VM is taken over only from the store.
+                ("pager", Some(calls)) => {
+                    assert!(calls.split(' ').any(|call| call == "pidfd_getfd"));
+                }
+                ("mount", None) => {
+                    // They give a service a mount namespace, where VMs do not see its mount.
+                    for key in [
+                        "ProtectSystem",
+                        "ProtectHome",
+                        "PrivateTmp",
+                        "PrivateDevices",
+                    ] {
+                        assert_eq!(value(key), None, "{key}");
+                    }
+                }
+                (unit, calls) => panic!("{unit}: {calls:?}"),
+            }
+        }
     }
 
     #[test]

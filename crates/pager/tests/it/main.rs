@@ -5,6 +5,7 @@ mod hostile;
 mod kills;
 mod loss;
 mod model;
+mod mount;
 mod process;
 mod record;
 mod restore;

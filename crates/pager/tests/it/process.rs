@@ -1,5 +1,6 @@
 //! A pager in a process of its own, which can be killed.
 
+use crate::mount::MountOrder;
 use pageferry_pager::{Pager, Restore, Settings};
 use pageferry_testkit::LIMIT;
 use serde::{Deserialize, Serialize};
@@ -21,6 +22,8 @@ pub(crate) struct Order {
     pub(crate) take_over: bool,
     /// New restores by name.
     pub(crate) restores: BTreeMap<String, Restore>,
+    /// A mount on the directory, in place of a pager.
+    pub(crate) mount: Option<MountOrder>,
 }
 
 /// Becomes a pager in a process that [`PagerProcess::start`] has started. It answers each line by
@@ -32,6 +35,9 @@ pub(crate) fn entry() {
     let order: Order = serde_json::from_str(text.to_str().expect("UTF-8")).expect("an order");
     let stdin = std::io::stdin().as_fd().try_clone_to_owned();
     let mut control = UnixStream::from(stdin.expect("a descriptor"));
+    if let Some(mount) = &order.mount {
+        crate::mount::process(&order.directory, mount, control);
+    }
     let settings = Settings {
         directory: order.directory,
         take_over: order.take_over,

@@ -5,6 +5,7 @@ pub(crate) mod link;
 pub(crate) mod peer;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod service_filter;
+pub(crate) mod service_manager;
 pub(crate) mod terminal;
 
 use pageferry_testkit::{LIMIT, wait_for, wait_until};
