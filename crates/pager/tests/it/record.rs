@@ -1,11 +1,10 @@
 //! Recordings of first touches, and restores that load them.
 
-use crate::restore::Slow;
+use crate::restore::slow;
 use crate::scene::{Scene, config, data_pages, drop_from_cache, files, name, pages};
-use pageferry_pager::{FileSource, Pager, Recording, Restore, RestoreError, Settings, Stores};
+use pageferry_pager::{Pager, Recording, Restore, RestoreError};
 use pageferry_testkit::firecracker::{Fields, PAGE_BYTES, Task};
 use pageferry_testkit::wait_until;
-use std::sync::Arc;
 
 #[test]
 fn recorded_pages_are_there_before_they_are_touched() {
@@ -79,14 +78,7 @@ fn the_next_pager_goes_on_with_a_replay() {
     let offsets = data_pages(&scene.config).map(|page| page * PAGE_BYTES);
     let recording = Recording::of(offsets);
     recording.save(&path).expect("a file");
-    let file = FileSource::open(&scene.memory()).expect("a source");
-    let store = Slow(Arc::new(file));
-    let settings = || Settings {
-        directory: scene.scratch.state(),
-        stores: Stores::new([Arc::new(store.clone()) as _]),
-        ..Settings::default()
-    };
-    let (first, second) = (settings(), settings());
+    let (first, second) = (slow(&scene), slow(&scene));
     drop(scene.pager);
     scene.pager = Pager::start(first).expect("a pager");
     let mut request = Restore::new("slow://memory", scene.scratch.path("socket"));

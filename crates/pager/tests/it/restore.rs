@@ -221,7 +221,7 @@ fn a_restore_that_ends_during_a_handshake_leaves_nothing() {
 
 /// A store whose reads take 100 ms.
 #[derive(Clone, Debug)]
-pub(crate) struct Slow(pub(crate) Arc<dyn Source>);
+struct Slow(Arc<dyn Source>);
 
 impl Store for Slow {
     fn schemes(&self) -> &[&str] {
@@ -261,18 +261,22 @@ impl Source for Slow {
     }
 }
 
+/// Settings of a pager of the scene, whose memory is at `slow://memory`.
+pub(crate) fn slow(scene: &Scene) -> Settings {
+    let file = FileSource::open(&scene.memory()).expect("a source");
+    let store: Arc<dyn Store> = Arc::new(Slow(Arc::new(file)));
+    Settings {
+        directory: scene.scratch.state(),
+        stores: Stores::new([store]),
+        ..Settings::default()
+    }
+}
+
 /// Its reads are over by then: one of them holds the directory, and may place a page.
 #[test]
 fn a_pager_that_ends_leaves_its_directory_to_the_next() {
     let mut scene = Scene::new("next", config(41));
-    let file = FileSource::open(&scene.memory()).expect("a source");
-    let store = Slow(Arc::new(file));
-    let settings = || Settings {
-        directory: scene.scratch.state(),
-        stores: Stores::new([Arc::new(store.clone()) as _]),
-        ..Settings::default()
-    };
-    let (first, second) = (settings(), settings());
+    let (first, second) = (slow(&scene), slow(&scene));
     drop(scene.pager);
     scene.pager = Pager::start(first).expect("a pager");
     let request = Restore::new("slow://memory", scene.scratch.path("socket"));

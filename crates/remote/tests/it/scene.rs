@@ -1,5 +1,6 @@
 //! A directory of files, a server that shares it, and stores that read from there.
 
+use crate::Scratch;
 use pageferry_pager::{Source, SourceError, Store};
 use pageferry_remote::peer::{Limits, PeerStore, Protection, Server, Shares};
 use pageferry_testkit::certificates::{Authority, Side, Validity};
@@ -7,28 +8,6 @@ use pageferry_tls::TlsFiles;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// A directory that ends with its test.
-pub(crate) struct Scratch(PathBuf);
-
-impl Scratch {
-    pub(crate) fn new(name: &str) -> Self {
-        let name = format!("pageferry-remote-{}-{name}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::create_dir(&path).expect("a directory");
-        Self(path)
-    }
-
-    pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// The certificates of a side.
 pub(crate) fn tls(side: &Side, peer_name: Option<&str>) -> Protection {
