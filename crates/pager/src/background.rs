@@ -17,9 +17,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The reads of a recording at once. A source with a latency of 20 ms and blocks of 64 KiB then
-/// gives 50 MB a second, and a local disk has enough to choose from.
-const READS: usize = 16;
 /// The threads that load all memory.
 const LOADERS: usize = 4;
 /// The bytes that each of them reads at once.
@@ -98,7 +95,7 @@ fn replay(vm: &Vm, recording: &Recording) {
             }
         }
     };
-    on_threads(vm, READS.min(blocks.len()), work);
+    on_threads(vm, vm.source.reads().min(blocks.len()), work);
 }
 
 /// Does `work` on several threads, and waits for them. Fewer do the same.

@@ -438,6 +438,11 @@ impl Source for Object {
         crate::cache::BLOCK
     }
 
+    fn reads(&self) -> usize {
+        // Requests take 20 ms or more each, and stores answer as many as one asks.
+        64
+    }
+
     fn is_zero(&self, _offset: u64, _len: u64) -> bool {
         false
     }

@@ -11,9 +11,11 @@
 //! *Warm* means that the file is in the page cache, *cold* that it was dropped from there. *Peer*
 //! means that another host shares the file, over a link of 1 Gbit/s between two network namespaces.
 //! Its lower bound is the time that the working set alone needs on the link. It is left out without
-//! root.
+//! root. *Store* is a source whose reads take 20 ms longer, which is simulated, behind the cache of
+//! object stores.
 
 mod background;
+mod far;
 mod paced;
 mod packed;
 mod plain;
@@ -29,7 +31,7 @@ use crate::peer::{Peer, Role};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_pager::{
     Format, Mount, MountFile, MountFileStatus, MountSettings, Name, Owner, Pager, Restore,
-    Settings, VmStatus, open_source,
+    Settings, Stores, VmStatus, open_source,
 };
 use remote::Remote;
 use rustix::fs::{Advice, fadvise};
@@ -37,6 +39,7 @@ use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 use vmm::{THREADS, Touched};
 
@@ -64,12 +67,14 @@ enum Way {
     Mount,
     /// A VM after another one of the same mount.
     MountAgain,
+    Far,
+    FarReplay,
     Peer,
     PeerReplay,
 }
 
 /// The ways, in the order of a round. Those over a link are the last.
-const WAYS: [(Way, bool); 11] = [
+const WAYS: [(Way, bool); 13] = [
     (Way::Mapping, false),
     (Way::Plain, false),
     (Way::Pager, false),
@@ -79,6 +84,8 @@ const WAYS: [(Way, bool); 11] = [
     (Way::Mapping, true),
     (Way::Pager, true),
     (Way::Replay, true),
+    (Way::Far, false),
+    (Way::FarReplay, false),
     (Way::Peer, false),
     (Way::PeerReplay, false),
 ];
@@ -93,6 +100,8 @@ fn subject(way: Way, cold: bool) -> String {
         Way::Pager => "pager",
         Way::Record => "pager that records",
         Way::Replay => "pager with replay",
+        Way::Far => return "pager, store at 20 ms (simulated)".to_owned(),
+        Way::FarReplay => return "pager with replay, store at 20 ms (simulated)".to_owned(),
         Way::Peer => return "pager, peer over 1 Gbit/s".to_owned(),
         Way::PeerReplay => return "pager with replay, peer over 1 Gbit/s".to_owned(),
         Way::Mount => "mount",
@@ -176,7 +185,10 @@ pub fn restore(
     let may_mount = mounted.is_ok();
     drop(mounted);
     let is_possible = |way| may_mount || !matches!(way, Way::Mount | Way::MountAgain);
+    let mut transfer = Samples::default();
     for round in 1..=setting.repeat {
+        let bare = far::transfer(&memory, sizes.memory, sizes.working_set)?;
+        transfer.push(bare.as_secs_f64() * 1e3);
         for ((way, cold), figures) in WAYS.into_iter().zip(&mut all) {
             if !is_possible(way) {
                 continue;
@@ -196,7 +208,7 @@ pub fn restore(
             }
         }
     }
-    let mut rows = rows(sizes, &all);
+    let mut rows = rows(sizes, &all, &transfer);
     let file = (&*memory, sizes.memory);
     rows.extend(background::measure(setting, &scratch.0, file, progress)?);
     rows.extend(packed::measure(setting, sizes, &scratch.0, progress)?);
@@ -204,7 +216,7 @@ pub fn restore(
     Ok(rows)
 }
 
-fn rows(sizes: &RestoreSizes, all: &[Figures]) -> Vec<Row> {
+fn rows(sizes: &RestoreSizes, all: &[Figures], transfer: &Samples) -> Vec<Row> {
     let of = |way, cold| {
         let at = WAYS.iter().position(|each| *each == (way, cold));
         &all[at.expect("it is measured")]
@@ -240,6 +252,15 @@ fn rows(sizes: &RestoreSizes, all: &[Figures]) -> Vec<Row> {
                     of(Way::Mapping, true).ms.median(),
                 )
                 .aiming_at("<= 1 x the cold mapping", Bound::RatioAtMost(1.0)),
+            (Way::FarReplay, _) => time
+                .against("transfer of its blocks by 64 threads", transfer.median())
+                .aiming_at("<= 1.2 x the bare transfer", Bound::RatioAtMost(1.2)),
+            (Way::Far, _) => time
+                .against(
+                    subject(Way::FarReplay, false),
+                    of(Way::FarReplay, false).ms.median(),
+                )
+                .aiming_at(">= 5 x the replay", Bound::RatioAtLeast(5.0)),
             (Way::Peer | Way::PeerReplay, _) => time.against(
                 "the working set at 1 Gbit/s",
                 sizes.working_set as f64 * 8e3 / remote::BITS as f64,
@@ -320,6 +341,7 @@ impl One<'_> {
                 Ok((touched?, Some(faults?)))
             }
             Way::Pager | Way::Record | Way::Replay => self.by_pager(way, self.memory, &socket),
+            Way::Far | Way::FarReplay => self.by_pager(way, &far::address(self.memory), &socket),
             Way::Peer | Way::PeerReplay => {
                 let remote = self.remote.expect("it is measured with one only");
                 // The threads of the pager are there too, and so are their connections.
@@ -368,7 +390,7 @@ impl One<'_> {
         let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
         let settings = Settings {
             directory: self.scratch.join("state"),
-            stores: Remote::stores(),
+            stores: Stores::new([Remote::store(), Arc::new(far::Far)]),
             ..Settings::default()
         };
         let pager = Pager::start(settings).map_err(|why| failed(&why))?;
@@ -377,7 +399,7 @@ impl One<'_> {
         let mut restore = Restore::new(memory, socket);
         match way {
             Way::Record => restore.record = Some(recording),
-            Way::Replay | Way::PeerReplay => restore.replay = Some(recording),
+            Way::Replay | Way::FarReplay | Way::PeerReplay => restore.replay = Some(recording),
             _ => {}
         }
         pager.restore(&name, restore).map_err(|why| failed(&why))?;

@@ -2,7 +2,7 @@
 
 use crate::BenchError;
 use pageferry_hosts::{Error, Host, Link, Rate, TwoHosts, netns};
-use pageferry_pager::Stores;
+use pageferry_pager::Store;
 use pageferry_remote::peer::{PeerStore, Protection, Server, Shares};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -43,9 +43,9 @@ impl Remote {
         format!("pageferry://{}/memory", self.server.address()).into()
     }
 
-    /// New stores, which have read nothing yet.
-    pub(super) fn stores() -> Stores {
-        Stores::new([Arc::new(PeerStore::new(Protection::Insecure)) as _])
+    /// A new store, which has read nothing yet.
+    pub(super) fn store() -> Arc<dyn Store> {
+        Arc::new(PeerStore::new(Protection::Insecure))
     }
 
     /// Works at the second host.

@@ -4,7 +4,7 @@
 //! so a source that hangs holds up no other VM. While it cannot be opened its reads fail, and the
 //! VM's policy for lost sources decides.
 
-use super::{Source, SourceError, Stores};
+use super::{READS, Source, SourceError, Stores};
 use crate::options::Restore;
 use std::sync::{Arc, OnceLock};
 
@@ -62,6 +62,11 @@ impl Source for Again {
     fn block(&self) -> u64 {
         // Fixed: blocks of faults that wait must not change when the source comes back.
         64 << 10
+    }
+
+    fn reads(&self) -> usize {
+        // The replay asks once, and opening may wait: it reads at once afterwards.
+        self.opened().map_or(READS, |source| source.reads())
     }
 
     fn is_zero(&self, offset: u64, len: u64) -> bool {

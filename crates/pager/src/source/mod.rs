@@ -17,6 +17,9 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+/// The reads at once of a source that says nothing: a local disk has enough to choose from.
+const READS: usize = 16;
+
 /// The contents of a VM's memory at its snapshot, from byte 0 to [`Source::bytes`].
 ///
 /// Many threads read at once. The contents never change.
@@ -27,6 +30,11 @@ pub trait Source: std::fmt::Debug + Send + Sync {
     /// The bytes that one read should bring, a power of two. A slow source has a large block: the
     /// neighbours of a byte cost little more than the byte.
     fn block(&self) -> u64;
+
+    /// The reads at once that are worth having. A source that is far away wants many.
+    fn reads(&self) -> usize {
+        READS
+    }
 
     /// Whether `len` bytes from `offset` are known to be zeros without reading them.
     fn is_zero(&self, offset: u64, len: u64) -> bool;

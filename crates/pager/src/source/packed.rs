@@ -3,7 +3,7 @@
 //! **Mechanism.** The last chunks are kept: pages come one by one, and a chunk has many. The kernel
 //! keeps the compressed bytes in its page cache besides.
 
-use super::{InStore, Kept, Source, SourceError, Store};
+use super::{InStore, Kept, READS, Source, SourceError, Store};
 use pageferry_snapshot::{Blob, Fault, OpenError, Snapshot};
 use std::io;
 use std::path::Path;
@@ -19,6 +19,7 @@ const KEPT: u64 = 8 << 20;
 pub struct PackedSource {
     snapshot: Snapshot,
     kept: Kept,
+    reads: usize,
 }
 
 impl PackedSource {
@@ -28,7 +29,7 @@ impl PackedSource {
     /// [`SourceError::Damaged`], also for a file that is no snapshot, and for a base that is
     /// missing.
     pub fn open(path: &Path) -> Result<Self, SourceError> {
-        Self::of(Snapshot::open(path), &path.display())
+        Self::of(Snapshot::open(path), &path.display(), READS)
     }
 
     /// Opens a packed snapshot that lies in a store, and its bases beside it.
@@ -59,7 +60,7 @@ impl PackedSource {
                         file.forget(0, file.bytes());
                     }
                 }
-                _ => return Self::of(snapshot, &address),
+                _ => return Self::of(snapshot, &address, file.reads()),
             }
         }
     }
@@ -67,13 +68,18 @@ impl PackedSource {
     fn of(
         opened: Result<Snapshot, OpenError>,
         what: &dyn std::fmt::Display,
+        reads: usize,
     ) -> Result<Self, SourceError> {
         let snapshot = opened.map_err(|why| SourceError::Damaged {
             what: what.to_string(),
             why: why.to_string(),
         })?;
         let kept = Kept::new(snapshot.chunk_bytes().into(), KEPT);
-        Ok(Self { snapshot, kept })
+        Ok(Self {
+            snapshot,
+            kept,
+            reads,
+        })
     }
 
     fn chunk(&self, index: u64) -> Result<Arc<[u8]>, SourceError> {
@@ -105,6 +111,10 @@ impl Source for PackedSource {
 
     fn block(&self) -> u64 {
         u64::from(self.snapshot.chunk_bytes())
+    }
+
+    fn reads(&self) -> usize {
+        self.reads
     }
 
     fn is_zero(&self, offset: u64, len: u64) -> bool {

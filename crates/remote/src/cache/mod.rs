@@ -386,6 +386,10 @@ impl Source for Cached {
         self.source.block().max(BLOCK)
     }
 
+    fn reads(&self) -> usize {
+        self.source.reads()
+    }
+
     fn is_zero(&self, offset: u64, len: u64) -> bool {
         self.source.is_zero(offset, len)
     }
