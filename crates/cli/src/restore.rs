@@ -49,9 +49,12 @@ pub(crate) fn restore(
     }
     let owner = Owner::start(&args.place, &args.metrics)?;
     let vm = Vm::create(&guest, Backing::Anonymous, None)?;
-    // Before its VM ends, the pager must not.
-    let memory = Memory::start(args, &vm)?;
-    saved.load(&vm.running())?;
+    // The pager must not end before its VM.
+    let mut memory = None;
+    let load = |vm: &Vm| {
+        memory = Some(Memory::start(args, vm)?);
+        Ok(saved.load(&vm.running())?)
+    };
     let keeping = Keeping {
         console: args.console.as_ref(),
         because: "as when it was saved",
@@ -59,7 +62,7 @@ pub(crate) fn restore(
         paused: saved.is_paused(),
         detached,
     };
-    let kept = owner.keep(vm, &keeping, interrupts);
+    let kept = owner.keep(vm, load, &keeping, interrupts);
     drop(memory);
     kept
 }

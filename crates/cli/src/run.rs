@@ -44,12 +44,11 @@ pub(crate) fn run(args: &RunArgs, detached: bool, interrupts: &Interrupts) -> Re
     }
     let owner = Owner::start(&args.place, &args.metrics)?;
     let vm = Vm::create(&guest, backing, None)?;
-    match &kernel {
-        Some(kernel) => vm.load_linux(&kernel.linux())?,
-        None => vm.load()?,
-    }
-    // The guest has its own copies.
-    drop(kernel);
+    // The guest has its own copies of the files.
+    let load = |vm: &Vm| match kernel {
+        Some(kernel) => vm.load_linux(&kernel.linux()),
+        None => vm.load(),
+    };
     let keeping = Keeping {
         console: args.kernel.console.as_ref(),
         because: &because,
@@ -57,7 +56,7 @@ pub(crate) fn run(args: &RunArgs, detached: bool, interrupts: &Interrupts) -> Re
         paused: false,
         detached,
     };
-    owner.keep(vm, &keeping, interrupts)
+    owner.keep(vm, load, &keeping, interrupts)
 }
 
 /// A process that owns a VM, before it has one. It can be reached over its control socket.
@@ -104,13 +103,14 @@ impl Owner {
         })
     }
 
-    /// Runs a loaded VM until it has left, has shut down, or somebody asks for its end.
+    /// Loads a VM and runs it until it has left, has shut down, or somebody asks for its end.
     ///
     /// # Errors
-    /// When the console cannot be shown, or the guest cannot go on.
+    /// When the console cannot be shown, that of `load`, or the guest cannot go on.
     pub(crate) fn keep(
         self,
         vm: Vm,
+        load: impl FnOnce(&Vm) -> Result<(), Failure>,
         how: &Keeping<'_>,
         interrupts: &Interrupts,
     ) -> Result<(), Failure> {
@@ -125,6 +125,7 @@ impl Owner {
             (true, Some(console), Some(target)) => Some(Shown::start(console, target, interrupts)?),
             _ => None,
         };
+        load(&vm)?;
         if !how.paused {
             vm.threads().resume();
         }

@@ -41,10 +41,10 @@ impl StoreArgs {
     )]
     pub(crate) fn open(&self) -> Result<Stores, Failure> {
         let stores: Vec<Arc<dyn Store>> = vec![
-            #[cfg(feature = "peers")]
-            share::store(&self.tls)?,
             #[cfg(feature = "object-store")]
             self.objects()?,
+            #[cfg(feature = "peers")]
+            share::store(&self.tls)?,
         ];
         Ok(Stores::new(stores))
     }
