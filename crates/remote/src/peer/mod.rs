@@ -5,7 +5,7 @@
 //! shares. A client notices when the file at the server is another one than at the start.
 //!
 //! **Mechanism.** [`wire`] has the frames: `docs/snapshot-protocol.md` has them byte by byte.
-//! [`link`] is a connection whose waits have a limit, [`talk`] the client's side of the protocol
+//! `link` is a connection whose waits have a limit, [`talk`] the client's side of the protocol
 //! and [`answer`] the server's, both over any stream. A connection carries one request at a time.
 //! [`PeerStore`] opens up to [`MAX_CONNECTIONS`] of them a file, and [`Server`] has a thread for
 //! each.
