@@ -1,7 +1,7 @@
 //! `pageferry restore`: a VM that `run --snapshot-to` saved starts again before its memory is read.
 //!
-//! **Guarantee.** It runs as it was saved. Its directory is only read, so several VMs may start from
-//! one.
+//! **Guarantee.** It runs as it was saved. Its directory is only read, so several VMs may start
+//! from one.
 //!
 //! **Mechanism.** The VM has private memory that a userfaultfd serves. A pager in this process, or
 //! one that the user names, brings each page when it is touched.

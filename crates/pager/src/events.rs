@@ -1,4 +1,4 @@
-//! What happens to restores, for those who watch.
+//! The events of restores, for those who watch.
 //!
 //! **Guarantee.** Events have numbers without gaps. The last [`KEPT`] are kept, so a gap tells a
 //! reader that it came too late. No event waits for a reader.
@@ -25,7 +25,7 @@ pub struct Event {
     pub at_ms: u64,
     /// The name of the restore.
     pub id: String,
-    /// What happened.
+    /// Its kind.
     #[serde(flatten)]
     pub happened: Happened,
 }

@@ -20,6 +20,13 @@ pub use cache::Cache;
 #[cfg(feature = "object-store")]
 pub use object::{ObjectStores, Patience};
 
+/// Locks a mutex whose data are whole after each statement.
+fn locked<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
 /// Runs the examples of the README.
 #[cfg(all(doctest, feature = "peers"))]
 #[doc = include_str!("../README.md")]

@@ -7,13 +7,13 @@
 //! `state` (`migration::SavedVm`). The VM stands still while it is written.
 
 use crate::exit::{Exit, Failure};
+use crate::pager::beside;
 use crate::progress::with_progress;
 use crate::signals::Interrupts;
 use crate::vm::Vm;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::GuestRam;
 use pageferry_migration::Stopped;
-use std::ffi::OsString;
 use std::fs::{DirBuilder, File};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, FileExt};
@@ -28,9 +28,7 @@ const STEP: u64 = 256;
 
 /// The directory while it is written.
 fn unfinished(directory: &Path) -> PathBuf {
-    let mut name = OsString::from(directory);
-    name.push(".new");
-    name.into()
+    beside(directory, ".new")
 }
 
 /// Checks that a snapshot can be written to a directory, before its VM runs.

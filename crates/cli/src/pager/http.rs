@@ -154,7 +154,7 @@ pub(crate) fn get(socket: &Path, target: &str, interrupts: &Interrupts) -> Resul
     request(socket, "GET", target, String::new(), interrupts)
 }
 
-/// What a pager answered.
+/// The answer of a pager.
 pub(crate) enum Got {
     Json(Value),
     /// Events or a page.

@@ -92,7 +92,7 @@ fn start(directory: PathBuf, take_over: bool, stores: Stores) -> Result<Pager, F
 }
 
 /// A path with something appended to its last part.
-fn beside(path: &Path, suffix: &str) -> PathBuf {
+pub(crate) fn beside(path: &Path, suffix: &str) -> PathBuf {
     let mut name = OsString::from(path.as_os_str());
     name.push(suffix);
     name.into()

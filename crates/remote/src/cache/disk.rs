@@ -9,6 +9,7 @@
 
 use super::BLOCK;
 use super::index::{Entry, Index, Key, RECORD};
+use crate::locked;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use std::fs::{File, OpenOptions};
@@ -16,7 +17,7 @@ use std::io::{self, IoSliceMut, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 use zerocopy::IntoBytes;
@@ -62,10 +63,6 @@ pub(super) enum Loaded {
     Miss,
     /// It would have to wait for the disk.
     Wait,
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn count(counter: &AtomicU64) {

@@ -15,6 +15,7 @@
 mod disk;
 mod index;
 
+use crate::locked;
 use disk::{Disk, Loaded};
 use index::Key;
 use pageferry_pager::{Source, SourceError};
@@ -24,7 +25,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -247,10 +248,6 @@ impl Failure {
             why: why.to_string(),
         }
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Flight {

@@ -12,10 +12,11 @@ use super::error::PeerError;
 use super::link::{Link, Protection};
 use super::talk::Talk;
 use super::wire::{Code, MAX_BODY, Opened};
+use crate::locked;
 use pageferry_pager::{Kept, Source, SourceError};
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The most connections for one file.
@@ -370,10 +371,6 @@ fn block_for(round_trip: Duration) -> u64 {
     (part as u64)
         .next_power_of_two()
         .clamp(LEAST_BLOCK, MOST_BLOCK)
-}
-
-pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

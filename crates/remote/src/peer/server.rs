@@ -7,10 +7,10 @@
 //! reads slowly delays no other.
 
 use super::answer::{Awaits, Limited, answer, greet};
-use super::client::locked;
 use super::error::PeerError;
 use super::link::{Link, Protection};
 use super::shares::Shares;
+use crate::locked;
 use pageferry_tls::{TlsConfig, TlsError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::collections::BTreeMap;

@@ -1,9 +1,10 @@
 //! The store of files at peers.
 
 use super::address::Address;
-use super::client::{Peer, PeerSource, locked};
+use super::client::{Peer, PeerSource};
 use super::error::PeerError;
 use super::link::Protection;
+use crate::locked;
 use pageferry_pager::{Source, SourceError, Store};
 use std::collections::BTreeMap;
 use std::io;
