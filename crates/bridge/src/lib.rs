@@ -1,0 +1,12 @@
+//! How do the VMs of other VMMs move?
+//!
+//! **Guarantee.** A VMM's migration stream arrives as it was sent: no byte is lost, comes twice or
+//! out of order, as long as both processes live. A lost connection costs only waiting.
+//!
+//! **Mechanism.** [`tunnel`] carries the streams of QEMU, libvirt and Cloud Hypervisor between two
+//! hosts.
+//!
+//! **Neighbours.** Below: `migration` has the connections, their handshake and TLS, and the
+//! governor. Above: `cli`.
+
+pub mod tunnel;
