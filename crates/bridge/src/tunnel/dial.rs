@@ -182,11 +182,14 @@ fn not_dialled(to: &Address, error: &HandshakeError, was_connected: bool) -> Not
             status: Status::Busy,
             ..
         } => None,
-        HandshakeError::Refused { .. }
-        | HandshakeError::Wire(_)
+        HandshakeError::Refused {
+            status: Status::TlsRequired | Status::BadProof,
+            ..
+        }
         | HandshakeError::PlainForbidden { .. }
         | HandshakeError::BadProof
-        | HandshakeError::Channel(ChannelError::Tls(_)) => refused(why.clone()),
+        | HandshakeError::Channel(ChannelError::Tls(_)) => Some(Failure::Untrusted(why.clone())),
+        HandshakeError::Refused { .. } | HandshakeError::Wire(_) => refused(why.clone()),
         _ => None,
     };
     (why, failure)

@@ -91,6 +91,9 @@ pub enum Failure {
     /// The other end cannot be reached, and never could.
     #[error("{0}")]
     Unreachable(String),
+    /// The other end could not prove who it is, or this side could not.
+    #[error("{0}")]
+    Untrusted(String),
     /// The two ends do not know each other, or do not fit.
     #[error("{0}")]
     Refused(String),
