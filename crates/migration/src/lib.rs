@@ -86,8 +86,8 @@ pub use report::{
 pub use saved::{MAX_SAVED_BYTES, SavedVm, Stopped};
 pub use settings::{Change, Settings, SettingsError, Switch};
 pub use source::{
-    Checked, Connect, Route, SourceConfig, SourceFailure, SourceSession, SourceVm, URGENT_SPIN,
-    check, migrate,
+    Checked, Connect, Route, SourceConfig, SourceFailure, SourceSession, SourceVm, Tracking,
+    URGENT_SPIN, check, migrate,
 };
 pub use status::SessionStatus;
 pub use vm::RunningVm;

@@ -104,7 +104,7 @@ impl<'a> ScriptedDestination<'a> {
     /// Receives the offer and accepts it. The memory is not allocated yet.
     pub(crate) fn acknowledge(&mut self) {
         self.take_setup();
-        self.send(&Frame::SetupAck);
+        self.send(&Frame::SetupAck { keeps: true });
         self.take_channels();
     }
 
