@@ -8,7 +8,8 @@
 use libfuzzer_sys::fuzz_target;
 use pageferry_migration::wire::{
     DESCRIPTOR_BYTES, Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_CONFIRMED_PAGES,
-    MAX_DATA_PAGES, MAX_MISSING_RUNS, MAX_RUNS, MissingRuns, Role, RunKind, RunList, Side, WireError,
+    MAX_DATA_PAGES, MAX_MISSING_RUNS, MAX_RUNS, MissingRuns, Role, RunKind, RunList, Side,
+    WireError,
 };
 use xxhash_rust::xxh3::xxh3_64;
 

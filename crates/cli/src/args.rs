@@ -477,8 +477,8 @@ pub(crate) struct ChannelArgs {
     /// about the longest wait of urgent pages behind them; 50us at least
     #[arg(long, default_value = "100us", value_name = "TIME", value_parser = queue)]
     pub(crate) queue: Duration,
-    /// How changed pages are found: by the engine's dirty log, or by hashes of what was sent, where
-    /// the pages that have not changed are confirmed after the switch-over
+    /// How changed pages are found: by the engine's dirty log, or by hashes of what was sent.
+    /// Hashes confirm unchanged pages after the switch-over
     #[arg(long, default_value = "log", value_name = "log|hash", value_parser = track)]
     pub(crate) track: String,
 }

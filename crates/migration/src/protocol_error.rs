@@ -78,7 +78,8 @@ pub enum ProtocolError {
     },
     /// A confirmation of a page whose bytes this side has not kept.
     #[error(
-        "it confirmed a page before the switch-over, or to a machine that keeps no bytes of missing pages: it must send the bytes"
+        "it confirmed a page before the switch-over, or to a machine that keeps no bytes of missing \
+         pages: it must send the bytes"
     )]
     CannotConfirm,
     /// SwitchOver before this side had its memory.

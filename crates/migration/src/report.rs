@@ -115,8 +115,8 @@ pub struct SourceReport {
     pub devices: DeviceFigures,
     /// The number of pages missing when the guest started at the destination.
     pub missing_at_start: u64,
-    /// Pages that had been sent in pre-copy, had changed, and were sent with their bytes again after
-    /// the guest had stopped. Counted with [`Tracking::Hash`](crate::Tracking::Hash) only.
+    /// Pages that had been sent in pre-copy, had changed, and were sent with their bytes again
+    /// after the guest had stopped. Counted with [`Tracking::Hash`](crate::Tracking::Hash) only.
     pub pages_resent: u64,
     /// Bytes of pages that confirmations have saved.
     pub bytes_saved: u64,
@@ -148,9 +148,9 @@ pub struct PassFigures {
     pub pages: u64,
     /// The time until the destination had all of them.
     pub took: Duration,
-    /// The pages that the guest had dirtied by its end, and that the destination thus lacks. Without
-    /// a dirty log nobody knows them: then these are the pages that had changed since the pass
-    /// before, or all pages.
+    /// The pages that the guest had dirtied by its end, and that the destination thus lacks.
+    /// Without a dirty log nobody knows them: then these are the pages that had changed since the
+    /// pass before, or all pages.
     pub left: u64,
 }
 

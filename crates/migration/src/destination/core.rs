@@ -141,8 +141,8 @@ impl Core {
         self.machine.ram().pages()
     }
 
-    /// Whether bytes that came before the switch-over stay in place, also of missing pages. Then the
-    /// source may confirm such pages.
+    /// Whether bytes that came before the switch-over stay in place, also of missing pages. Then
+    /// the source may confirm such pages.
     pub(super) fn keeps_bytes(&self) -> bool {
         self.machine.receives_in_place()
     }

@@ -98,9 +98,9 @@ pub enum Tracking {
     /// [`Machine::has_dirty_log`]: pageferry_machine::Machine::has_dirty_log
     #[default]
     Log,
-    /// By hashes of what was sent. All pages are missing at the switch-over, and the source confirms
-    /// those that have not changed since. A destination that does not keep the bytes of missing
-    /// pages gets [`Tracking::Log`], or no pre-copy from a machine without a log.
+    /// By hashes of what was sent. All pages are missing at the switch-over, and the source
+    /// confirms those that have not changed since. A destination that does not keep the bytes of
+    /// missing pages gets [`Tracking::Log`], or no pre-copy from a machine without a log.
     Hash,
 }
 

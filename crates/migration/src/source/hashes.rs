@@ -1,4 +1,4 @@
-//! What the destination holds of each page, as a hash: pre-copy without a dirty log.
+//! Hashes of the bytes that the destination holds: pre-copy without a dirty log.
 //!
 //! **Guarantee.** If a page's hash is that of the bytes at the source, the destination holds these
 //! bytes, but for a chance of 2^-64. It checks them itself before it calls the page present. So a

@@ -22,7 +22,7 @@
 //! | `limiter` | limits of rates, for all threads |
 //! | `gate` | stops the push while urgent pages are answered |
 //! | `governor` | how much of the push may be under way |
-//! | `hashes` | what the destination has of each page, without a dirty log |
+//! | `hashes` | which bytes the destination has, without a dirty log |
 //! | `prefetch` | which pages vCPUs will probably touch next |
 //! | `check` | a handshake without a migration |
 //!

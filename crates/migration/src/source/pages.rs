@@ -71,7 +71,7 @@ pub(super) struct PageFrame<'a> {
     /// The result of the last search for allocated pages: its start, and the next allocated range.
     /// While the guest runs, a result serves one frame. A guest that has stopped fills no hole.
     allocated: (u64, Range<u64>),
-    /// What the destination has of each page, if that is known.
+    /// The hashes of the bytes that the destination has, if they are known.
     hashes: Option<&'a SentHashes>,
     /// The hashes of the copies, in their order.
     copied_hashes: Vec<u64>,
@@ -263,8 +263,8 @@ impl<'a> PageFrame<'a> {
         Ok(added)
     }
 
-    /// The kind of a page's run, and its hash. A page is confirmed if the destination has its bytes.
-    /// A stopped guest's zero page is sent as zero in any case, which costs as little.
+    /// The kind of a page's run, and its hash. A page is confirmed if the destination has its
+    /// bytes. A stopped guest's zero page is sent as zero in any case, which costs as little.
     fn compared(&self, page: RamPage, kind: RunKind) -> (RunKind, u64) {
         let Some(hashes) = self.hashes else {
             return (kind, 0);

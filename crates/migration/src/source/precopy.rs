@@ -45,8 +45,8 @@ const RECORDED_PASSES: u32 = 1000;
 #[derive(Debug, Default)]
 pub(super) struct Precopy {
     pub(super) tracking: Tracking,
-    /// Whether pre-copy would bring nothing: there is no log, and the destination would not keep the
-    /// bytes.
+    /// Whether pre-copy would bring nothing: there is no log, and the destination would not keep
+    /// the bytes.
     useless: bool,
     /// Whether the dirty log runs.
     pub(super) logs: bool,
@@ -133,7 +133,8 @@ impl Supervisor<'_, '_, '_> {
         self.begin_pass()
     }
 
-    /// Chooses how dirty pages are found. `keeps`: the destination keeps the bytes of missing pages.
+    /// Chooses how dirty pages are found. `keeps`: the destination keeps the bytes of missing
+    /// pages.
     pub(super) fn choose_tracking(&mut self, keeps: bool) {
         if self.guest.precopy.tracking == Tracking::Log {
             return;

@@ -141,7 +141,8 @@ pub(super) struct Shared<'a> {
     pub(super) gate: UrgentGate,
     /// Requested pages that follow on the bulk channels ([`SourceConfig::preempt`]).
     pub(super) in_order: Option<Mutex<VecDeque<RamPage>>>,
-    /// What the destination has of each page ([`Tracking::Hash`](super::Tracking::Hash)).
+    /// The hashes of the bytes that the destination has
+    /// ([`Tracking::Hash`](super::Tracking::Hash)).
     hashes: Option<SentHashes>,
     /// Whether the destination takes confirmations. Once it has refused one, it gets no more.
     confirms: AtomicBool,

@@ -18,8 +18,8 @@ pub enum Frame {
     Setup(Setup),
     /// See [`FrameType::SetupAck`].
     SetupAck {
-        /// Whether the destination keeps the bytes that it has of missing pages. Then the source may
-        /// confirm such pages ([`RunKind::Confirmed`](super::RunKind::Confirmed)).
+        /// Whether the destination keeps the bytes that it has of missing pages. Then the source
+        /// may confirm such pages ([`RunKind::Confirmed`](super::RunKind::Confirmed)).
         keeps: bool,
     },
     /// See [`FrameType::Error`].

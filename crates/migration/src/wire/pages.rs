@@ -205,8 +205,8 @@ impl RunList {
 
     /// Clears `out`, writes header and descriptors to it, and returns the hasher for the data. The
     /// caller feeds it the pages' bytes in the runs' order, those of confirmed pages by
-    /// [`update_unsent`](FrameHasher::update_unsent). It [`seal`](FrameHasher::seal)s `out`, and sends
-    /// `out` and the bytes of the data pages.
+    /// [`update_unsent`](FrameHasher::update_unsent). It [`seal`](FrameHasher::seal)s `out`, and
+    /// sends `out` and the bytes of the data pages.
     ///
     /// The bytes must not change between hashing and sending, or the receiver refuses them. So the
     /// caller must copy the memory of a running guest first.

@@ -203,7 +203,8 @@ impl UrgentMessage {
     }
 
     /// Compares the checksum of a [`UrgentKind::Page`] with its bytes, or that of a
-    /// [`UrgentKind::Confirmed`] with the bytes that are here. No vCPU may see the page before that.
+    /// [`UrgentKind::Confirmed`] with the bytes that are here. No vCPU may see the page before
+    /// that.
     ///
     /// # Errors
     /// [`WireError::Checksum`].

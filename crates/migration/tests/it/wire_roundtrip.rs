@@ -241,7 +241,8 @@ proptest! {
         prop_assert_eq!(confirmed.verify_page(&bytes), Ok(()));
         // Neither other bytes nor the answer with the bytes pass for it.
         prop_assert!(confirmed.verify_page(&[!fill; PAGE_BYTES]).is_err());
-        let (confirmed, whole) = (urgent_reply_confirmed(page, &bytes, None), urgent_reply_page(page, &bytes));
+        let confirmed = urgent_reply_confirmed(page, &bytes, None);
+        let whole = urgent_reply_page(page, &bytes);
         prop_assert_ne!(&confirmed[4..8], &whole[4..8]);
         for side in [Side::Source, Side::Destination] {
             let alive = UrgentMessage::decode(&UrgentMessage::alive(), side, memory);
