@@ -14,7 +14,9 @@ use pageferry_addr::RamPage;
 use pageferry_machine::{
     Backing, BlackoutCost, Delivery, Engine, GuestRam, Machine, MachineError, MachineKind,
 };
-use pageferry_migration::wire::{FrameType, PAGE_BYTES, RunKind, RunList, urgent_reply_confirmed};
+use pageferry_migration::wire::{
+    ErrorCode, ErrorMessage, Frame, FrameType, PAGE_BYTES, RunKind, RunList, urgent_reply_confirmed,
+};
 use pageferry_migration::{
     Change, DestinationConfig, RunningVm, Settings, SourceConfig, SourceReport, Switch, Tracking,
 };
@@ -428,6 +430,34 @@ fn a_confirmation_before_its_time_discards_the_vm() {
         says: "confirmed a page before the switch-over",
         told: PROTOCOL,
     }]);
+}
+
+/// A destination that refuses a confirmation gets no more of them, and all bytes.
+#[test]
+fn a_source_whose_confirmation_is_refused_sends_the_bytes() {
+    let vm = written(Engine::Soft, 8 * MIB);
+    vm.threads.pause(LIMIT).unwrap();
+    let config = SourceConfig {
+        limits: limits(LONG),
+        ..by_hash(Switch::AfterPasses(1))
+    };
+    let tried = crate::failures_source::attempt(&vm, &config, |peer, _| {
+        peer.start();
+        assert_eq!(peer.missing_at_start, peer.memory_pages);
+        let all = peer.missing.clone();
+        while peer.confirmed == 0 {
+            peer.take_frame();
+        }
+        let why = "the bytes of a page are others";
+        peer.send(&Frame::Error(ErrorMessage::new(ErrorCode::Protocol, why)));
+        (peer.missing, peer.confirmed) = (all, 0);
+        peer.recover();
+        peer.complete();
+        assert_eq!(peer.confirmed, 0);
+    });
+    let sent = tried.outcome.unwrap();
+    assert!(sent.pages.background > 1000, "{:?}", sent.pages);
+    assert_eq!(sent.reconnects, 1);
 }
 
 /// The bytes of the missing pages were never sent: those of the destination are zero.
