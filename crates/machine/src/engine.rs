@@ -227,6 +227,11 @@ pub trait Machine: Send + Sync {
         None
     }
 
+    /// Whether the machine can log writes. A migration of one that cannot never asks for its log.
+    fn has_dirty_log(&self) -> bool {
+        true
+    }
+
     /// Starts or stops logging of the pages that vCPUs and the VMM write.
     ///
     /// When this returns after `on`, every later write of a vCPU or by [`GuestRam::write`] is in
