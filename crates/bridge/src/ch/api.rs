@@ -138,7 +138,10 @@ fn read_answer(stream: &mut UnixStream, endpoint: &str) -> Result<Vec<u8>, ChErr
                 _ => Err(ChError::Api {
                     endpoint: endpoint.into(),
                     status,
-                    body: String::from_utf8_lossy(&body).chars().take(MAX_QUOTE).collect(),
+                    body: String::from_utf8_lossy(&body)
+                        .chars()
+                        .take(MAX_QUOTE)
+                        .collect(),
                 }),
             };
         }
@@ -153,7 +156,9 @@ fn read_answer(stream: &mut UnixStream, endpoint: &str) -> Result<Vec<u8>, ChErr
 pub fn parse_answer(mut bytes: &[u8]) -> Result<Option<(u16, usize)>, ChError> {
     let all = bytes.len();
     if all > MAX_ANSWER {
-        return Err(ChError::Http(format!("it has more than {MAX_ANSWER} bytes")));
+        return Err(ChError::Http(format!(
+            "it has more than {MAX_ANSWER} bytes"
+        )));
     }
     loop {
         let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];

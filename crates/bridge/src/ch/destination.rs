@@ -67,7 +67,7 @@ pub enum ReceiveError {
     #[error("{why}; {}", failure.vm)]
     Vmm {
         /// The reason.
-        why: ChError,
+        why: Box<ChError>,
         /// The end of the migration.
         failure: DestinationFailure,
     },
@@ -148,7 +148,10 @@ pub fn receive(
         Err(failure) => {
             let why = guest.0.progress().gone.take();
             Err(match why {
-                Some(why) => ReceiveError::Vmm { why, failure },
+                Some(why) => ReceiveError::Vmm {
+                    why: why.into(),
+                    failure,
+                },
                 None => ReceiveError::Migration(failure),
             })
         }
@@ -228,7 +231,10 @@ enum Ended {
 /// Checks that an offer is such a VM. Returns its memory.
 fn check(offer: &Offer) -> Result<Vec<Mapping>, ChError> {
     if offer.kind.engine.as_str() != KIND.engine {
-        let why = format!("its engine is {}, expected {}", offer.kind.engine, KIND.engine);
+        let why = format!(
+            "its engine is {}, expected {}",
+            offer.kind.engine, KIND.engine
+        );
         return Err(ChError::Offer(why));
     }
     let mappings = wire::mappings(&offer.guest)?;
@@ -273,7 +279,12 @@ impl Guest {
             let fd = fd.try_clone();
             let fd = fd.map_err(|e| ChError::io("cannot clone a memfd", e))?;
             let start = Gpa(mapping.gpa);
-            Ok(AdoptedRegion::new(start, mapping.size, fd, mapping.file_offset))
+            Ok(AdoptedRegion::new(
+                start,
+                mapping.size,
+                fd,
+                mapping.file_offset,
+            ))
         });
         let regions = regions.collect::<Result<_, ChError>>()?;
         // SAFETY: the memfds are new. The process that gets them touches them by the vCPUs and
@@ -284,8 +295,12 @@ impl Guest {
             "memory_mode": "Postcopy",
         });
         let call = api.begin("vm.receive-migration", Some(&body.to_string()))?;
-        let stream = until("listen", STEP_LIMIT, &call, stop, || {
-            match UnixStream::connect(&meeting.socket) {
+        let stream = until(
+            "listen",
+            STEP_LIMIT,
+            &call,
+            stop,
+            || match UnixStream::connect(&meeting.socket) {
                 Ok(stream) => Ok(Some(stream)),
                 Err(e) => match e.kind() {
                     std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused => {
@@ -293,8 +308,8 @@ impl Guest {
                     }
                     _ => Err(ChError::io("cannot connect to Cloud Hypervisor", e)),
                 },
-            }
-        })?;
+            },
+        )?;
         let main = Link::new(stream)?;
         let limit = Limit::new(STEP_LIMIT);
         main.begin(Command::Start, &[], "start", STEP_LIMIT)?;
@@ -379,7 +394,9 @@ impl Guest {
             });
         let link = opened.map_err(MachineError::engine)?;
         self.start("ch-faults", move |guest| guest.serve_faults(&link))?;
-        let sent = self.main.begin(Command::State, state, "take State", STEP_LIMIT);
+        let sent = self
+            .main
+            .begin(Command::State, state, "take State", STEP_LIMIT);
         sent.map_err(MachineError::engine)?;
         self.start("ch-main", |guest| {
             if let Err(error) = guest.load_and_complete() {
@@ -393,23 +410,30 @@ impl Guest {
         let limit = Limit::new(LOAD_LIMIT);
         self.main.expect_ok("load State", limit)?;
         self.change(|progress| progress.loaded = true);
-        let mut progress = self.progress();
-        while !progress.go {
-            if self.is_over() {
-                return Ok(());
-            }
-            let waited = self.changed.wait_timeout(progress, WATCH);
-            progress = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
-        let command = match progress.paused {
+        let Some(paused) = self.wait_for_go() else {
+            return Ok(());
+        };
+        let command = match paused {
             true => Command::CompletePaused,
             false => Command::Complete,
         };
-        drop(progress);
         self.main.begin(command, &[], "complete", STEP_LIMIT)?;
         self.main.expect_ok("complete", limit)?;
         self.change(|progress| progress.completed = true);
         Ok(())
+    }
+
+    /// Waits for `Go`. Returns whether the VM comes paused, or `None` if it does not come.
+    fn wait_for_go(&self) -> Option<bool> {
+        let mut progress = self.progress();
+        while !progress.go {
+            if self.is_over() || progress.gone.is_some() {
+                return None;
+            }
+            let waited = self.changed.wait_timeout(progress, WATCH);
+            progress = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Some(progress.paused)
     }
 
     /// Answers page faults until the process has no more.
@@ -420,7 +444,12 @@ impl Guest {
         match ended {
             Ok(Ended::Closed) if asked == pages => self.change(|progress| progress.has_all = true),
             Ok(Ended::Unanswered) => {}
-            Ok(Ended::Closed) => self.fail(ChError::Gone { asked, pages }),
+            Ok(Ended::Closed) => {
+                // Before `Go`, the other connection has the reason.
+                if self.wait_for_go().is_some() {
+                    self.fail(ChError::Gone { asked, pages });
+                }
+            }
             Err(error) => self.fail(error),
         }
     }
@@ -460,8 +489,7 @@ impl Guest {
         let page = regions.into_iter().find_map(|region| {
             let offset = range.gpa.checked_sub(region.gfn.gpa().0)?;
             let end = offset.checked_add(range.length)?;
-            (end <= region.pages * PAGE_SIZE)
-                .then(|| RamPage(region.first.0 + offset / PAGE_SIZE))
+            (end <= region.pages * PAGE_SIZE).then(|| RamPage(region.first.0 + offset / PAGE_SIZE))
         });
         let Range { gpa, length } = range;
         Ok(page.ok_or(wire::WireError::Range { gpa, length })?)

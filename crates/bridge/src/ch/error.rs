@@ -46,7 +46,10 @@ pub enum ChError {
     #[error("Cloud Hypervisor abandoned the migration: its log has the reason")]
     Abandoned,
     /// An answer of its API.
-    #[error("the API of Cloud Hypervisor answered {endpoint} by {status}{}", text(body))]
+    #[error(
+        "the API of Cloud Hypervisor answered {endpoint} by {status}{}",
+        text(body)
+    )]
     Api {
         /// The endpoint.
         endpoint: String,

@@ -84,8 +84,8 @@ impl Link {
         loop {
             let left = limit.map(|limit| limit.left(what)).transpose()?;
             let _ = self.0.set_read_timeout(left);
-            let mut space = [MaybeUninit::uninit();
-                rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let parts = &mut [IoSliceMut::new(into)];
             let got = rustix::net::recvmsg(&self.0, parts, &mut control, RecvFlags::CMSG_CLOEXEC);

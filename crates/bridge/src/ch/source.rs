@@ -78,7 +78,7 @@ pub enum SourceError {
         /// The failure.
         failure: SourceFailure,
         /// The reason.
-        why: ChError,
+        why: Box<ChError>,
     },
 }
 
@@ -118,7 +118,10 @@ impl Source {
         })?;
         let link = Link::new(stream)?;
         let (config, ram) = receive_vm(&link, stop).inspect_err(|_| refuse(&link))?;
-        info!(bytes = ram.layout().bytes(), runs, "Cloud Hypervisor offers its VM");
+        info!(
+            bytes = ram.layout().bytes(),
+            runs, "Cloud Hypervisor offers its VM"
+        );
         let vmm = Arc::new(Vmm {
             ram: Arc::new(ram),
             was_running: runs,
@@ -192,7 +195,10 @@ impl Source {
             });
         }
         Err(match hold.not_resumed.take() {
-            Some(why) => SourceError::NotResumed { failure, why },
+            Some(why) => SourceError::NotResumed {
+                failure,
+                why: why.into(),
+            },
             None if !self.vmm.preserves => SourceError::Ended(failure),
             None => SourceError::Migration(failure),
         })
@@ -287,7 +293,11 @@ fn receive_vm(link: &Link, stop: &dyn Fn() -> bool) -> Result<(Vec<u8>, GuestRam
             }
             Command::Abandon => return Err(ChError::Abandoned),
             other => {
-                let expected = if started { "MemoryFd or Config" } else { "Start" };
+                let expected = if started {
+                    "MemoryFd or Config"
+                } else {
+                    "Start"
+                };
                 let found = format!("{other:?}");
                 return Err(ChError::Order { found, expected });
             }
@@ -297,10 +307,7 @@ fn receive_vm(link: &Link, stop: &dyn Fn() -> bool) -> Result<(Vec<u8>, GuestRam
 }
 
 /// Makes guest memory of the memfds of a VM.
-fn memory(
-    mappings: &[wire::Mapping],
-    mut fds: HashMap<u32, OwnedFd>,
-) -> Result<GuestRam, ChError> {
+fn memory(mappings: &[wire::Mapping], mut fds: HashMap<u32, OwnedFd>) -> Result<GuestRam, ChError> {
     if fds.is_empty() {
         return Err(ChError::NotShared);
     }
@@ -357,7 +364,10 @@ enum Stage {
     /// It has the answer, and pauses.
     Pausing,
     /// It is paused, and waits for the answer to State.
-    Paused { state: Vec<u8>, at: (Instant, Instant) },
+    Paused {
+        state: Vec<u8>,
+        at: (Instant, Instant),
+    },
     /// It has the answer to Complete.
     Released,
     /// It has an error, and takes its VM back.
