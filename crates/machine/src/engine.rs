@@ -227,7 +227,8 @@ pub trait Machine: Send + Sync {
         None
     }
 
-    /// Whether the machine can log writes. A migration of one that cannot never asks for its log.
+    /// Whether the machine knows which pages vCPUs write. A source that moves a machine without a
+    /// dirty log never calls [`Machine::set_dirty_log`] and [`Machine::harvest_dirty`].
     fn has_dirty_log(&self) -> bool {
         true
     }

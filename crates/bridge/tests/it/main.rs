@@ -1,10 +1,13 @@
-//! The integration tests of the room: one file for each class of behaviour.
+//! Tunnels between VMMs that are threads of the test, and moves between doubles of Cloud Hypervisor.
 
 mod ch;
 mod ch_bad_input;
 mod ch_failures;
 mod ch_move;
 mod ch_wire;
+mod scene;
+mod tunnel;
+mod tunnel_faults;
 
 /// Becomes the double of Cloud Hypervisor in a process of its own.
 #[test]
