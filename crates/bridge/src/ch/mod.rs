@@ -40,6 +40,7 @@ pub use api::parse_answer;
 pub use destination::{Arrived, ReceiveError, ReceiverOptions, receive};
 pub use error::ChError;
 pub use source::{Source, SourceError, SourceOptions};
+pub use wire::boot_vcpus;
 
 use pageferry_machine::MachineKind;
 

@@ -149,6 +149,12 @@ impl Source {
         self.vmm.ram.layout().bytes()
     }
 
+    /// The number of its vCPUs, if its Config tells.
+    #[must_use]
+    pub fn vcpus(&self) -> Option<u32> {
+        wire::boot_vcpus(&self.config)
+    }
+
     /// Moves the VM, as [`migrate`] does.
     ///
     /// # Errors

@@ -317,3 +317,11 @@ pub fn mappings(config: &[u8]) -> Result<Vec<Mapping>, WireError> {
     }
     Ok(mappings)
 }
+
+/// The number of vCPUs of a Config, for people. Nothing else depends on it.
+#[must_use]
+pub fn boot_vcpus(config: &[u8]) -> Option<u32> {
+    let config: serde_json::Value = serde_json::from_slice(config).ok()?;
+    let vcpus = config.pointer("/vm_config/cpus/boot_vcpus")?.as_u64()?;
+    u32::try_from(vcpus).ok()
+}
