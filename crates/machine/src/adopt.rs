@@ -49,8 +49,8 @@ impl AdoptedRegion {
     }
 
     /// The same region, whose memfd keeps its size by the caller's word. [`GuestRam::adopt`] then
-    /// takes a memfd that cannot be sealed, such as one of another VMM. If that VMM shrinks it, this
-    /// process ends by SIGBUS.
+    /// takes a memfd that cannot be sealed, such as one of another VMM. If that VMM shrinks it,
+    /// this process ends by SIGBUS.
     #[must_use]
     pub fn keeps_size(self) -> Self {
         Self {

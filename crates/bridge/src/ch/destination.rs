@@ -4,8 +4,8 @@
 //! that refuses the VM before `Go` costs nothing: the VM runs on at the source.
 //!
 //! **Mechanism.** The receiving process gets memfds of ours and Config while the VM still runs at
-//! its source. It gets State in the switch-over, behind the connection for page faults, and Complete
-//! on `Go`. A thread answers its page faults, one at a time, until it has all pages.
+//! its source. It gets State in the switch-over, behind the connection for page faults. It gets
+//! Complete on `Go`. A thread answers its page faults, one at a time, until it has all pages.
 //!
 //! It may touch a missing page while it loads State, such as that of the guest's clock. Such a page
 //! comes only behind `Go`. So the VM counts as loaded when State is answered, or when the process
@@ -223,8 +223,8 @@ struct Progress {
 enum Ended {
     /// The process has closed the connection.
     Closed,
-    /// A page never comes. An answer would pass off a wrong one, and the end of the connection would
-    /// end the VM. So the request stands until the guest is dropped.
+    /// A page never comes. An answer would pass off a wrong one, and the end of the connection
+    /// would end the VM. So the request stands until the guest is dropped.
     Unanswered,
 }
 

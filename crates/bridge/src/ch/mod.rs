@@ -4,9 +4,9 @@
 //! its own host. Until the hand-over, any failure leaves the VM at the source as it was. From then
 //! on a lost connection costs only waiting.
 //!
-//! **Mechanism.** [`Source`] makes the VM of a process a machine of `migration`. [`receive`] does so
-//! with a process that waits for a VM. Config travels in the offer, State as the state of one device.
-//! Neither is changed.
+//! **Mechanism.** [`Source`] makes the VM of a process a machine of `migration`. [`receive`] does
+//! so with a process that waits for a VM. Config travels in the offer, State as the state of one
+//! device. Neither is changed.
 //!
 //! | what fails | the VM at the source | the VM at the destination |
 //! |---|---|---|

@@ -4,8 +4,8 @@
 //! unknown command or of a Config that does not fit are an error with one sentence.
 //!
 //! **Mechanism.** Everything is little-endian. A request has 16 bytes and a payload, and so has a
-//! response. Config is JSON, of which only the table of guest RAM is read. Fields that are not known
-//! here are ignored: the bytes travel as they came.
+//! response. Config is JSON, of which only the table of guest RAM is read. Fields that are not
+//! known here are ignored: the bytes travel as they came.
 //!
 //! **Neighbours.** `link` moves these messages over a Unix socket.
 

@@ -1,8 +1,8 @@
 //! The double's guest: memory in memfds, and threads that stand for vCPUs.
 //!
-//! **Guarantee.** The contents of a page follow from the seed, its number and its version. Each page
-//! has one writer, and its version is counted outside guest memory. So a check finds every page that
-//! is old, lost or of another place.
+//! **Guarantee.** The contents of a page follow from the seed, its number and its version. Each
+//! page has one writer, and its version is counted outside guest memory. So a check finds every
+//! page that is old, lost or of another place.
 #![expect(unsafe_code, reason = "maps memory, and touches it like a guest")]
 
 use crate::Random;

@@ -9,11 +9,12 @@
 //! test that calls [`entry`]. So the double is a process of its own, which can be killed. Threads
 //! stand for vCPUs: they check and write pages by a seed. State has the version of each page.
 //!
-//! | end | what it does |
-//! |---|---|
-//! | sender | `vm.send-migration`: Start, MemoryFd for each region, Config; it pauses when Config is answered; State, Complete. On an error, a VM that ran runs on |
-//! | receiver | `vm.receive-migration`: maps the memfds, waits for the connection for page faults, registers RAM for missing and minor faults, touches a page while it loads State |
-//! | its faults | one thread, one request at a time, `UFFDIO_CONTINUE` behind each answer; when idle, all pages in order. It ends when that connection ends early |
+//! - The sender has `vm.send-migration`: Start, MemoryFd for each region, Config. It pauses when
+//!   Config is answered. Then it sends State and Complete. On an error, a VM that ran runs on.
+//! - The receiver has `vm.receive-migration`. It maps the memfds, waits for the connection for page
+//!   faults, and registers RAM for missing and minor faults. It touches a page while it loads State.
+//! - One thread asks for one page at a time, and maps it by `UFFDIO_CONTINUE` behind the answer. When
+//!   it is idle it asks for all pages in order. The process ends when that connection ends early.
 //!
 //! It differs from the real one in two things: its VM has no devices, and its process stays when
 //! its VM was sent.
