@@ -4,8 +4,8 @@
 //! that refuses the VM before `Go` costs nothing: the VM runs on at the source.
 //!
 //! **Mechanism.** The receiving process gets memfds of ours and Config while the VM still runs at
-//! its source. It gets State in the switch-over, behind the connection for page faults. It gets
-//! Complete on `Go`. A thread answers its page faults, one at a time, until it has all pages.
+//! its source, and the connection for page faults. It gets State in the switch-over, and Complete on
+//! `Go`. A thread answers its page faults, one at a time, until it has all pages.
 //!
 //! It may touch a missing page while it loads State, such as that of the guest's clock. Such a page
 //! comes only behind `Go`. So the VM counts as loaded when State is answered, or when the process
@@ -34,15 +34,13 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tracing::{error, info};
 
 /// The limit of a step that the process carries out alone, before `Go`.
 const STEP_LIMIT: Duration = Duration::from_secs(30);
-/// The limit of loading State and of Complete, which may wait for pages.
-const LOAD_LIMIT: Duration = Duration::from_secs(24 * 3600);
 /// The bytes that one access brings at most.
 const FETCH_BYTES: u64 = 256 << 10;
 
@@ -136,13 +134,16 @@ pub fn receive(
     };
     let machine: Arc<dyn Machine> = Arc::clone(&guest.0) as _;
     let devices = [Arc::clone(&guest.0) as Arc<dyn Device>];
-    // It can be attached to the devices now: they are the guest itself.
-    let _ = guest.0.itself.set(Arc::downgrade(&guest.0));
     let vm = RunningVm {
         machine: &machine,
         vcpus: &*guest.0,
         devices: &devices,
     };
+    let started = guest.0.start("ch-faults", Guest::serve_faults);
+    if let Err(error) = started.and_then(|()| guest.0.start("ch-main", Guest::follow)) {
+        incoming.refuse(&error.to_string());
+        return Err(ReceiveError::Refused(error.into()));
+    }
     match incoming.receive(&vm, &Resolver::new(), stop, observer) {
         Ok(report) => Ok(Arrived { report, guest }),
         Err(failure) => {
@@ -166,13 +167,8 @@ impl Drop for Running {
     fn drop(&mut self) {
         self.0.over.store(true, Ordering::Release);
         self.0.main.shutdown();
-        let threads = {
-            let mut progress = self.0.progress();
-            if let Some(faults) = &progress.faults {
-                faults.shutdown();
-            }
-            std::mem::take(&mut progress.threads)
-        };
+        self.0.faults.shutdown();
+        let threads = std::mem::take(&mut self.0.progress().threads);
         self.0.changed.notify_all();
         for thread in threads {
             // Its panic message was printed.
@@ -185,13 +181,13 @@ impl Drop for Running {
 struct Guest {
     ram: Arc<GuestRam>,
     api: Api,
-    meeting: Meeting,
     main: Link,
+    faults: Link,
+    _meeting: Meeting,
     /// The wait for the answer to `vm.receive-migration`.
     _call: Call,
     /// Ends the migration.
     give_up: Box<dyn Fn() + Send + Sync>,
-    itself: OnceLock<std::sync::Weak<Guest>>,
     over: AtomicBool,
     progress: Mutex<Progress>,
     changed: Condvar,
@@ -203,9 +199,10 @@ struct Progress {
     state: Option<Vec<u8>>,
     /// Whether the VM comes paused.
     paused: bool,
-    faults: Option<Link>,
     threads: Vec<JoinHandle<()>>,
-    /// The process has loaded State.
+    /// The process has begun to load State.
+    begun: bool,
+    /// It has loaded State.
     loaded: bool,
     /// It waits for a page.
     waits: bool,
@@ -320,16 +317,20 @@ impl Guest {
         }
         main.begin(Command::Config, &offer.guest, "take Config", STEP_LIMIT)?;
         main.expect_ok("take the VM's Config", limit)?;
+        let faults = UnixStream::connect(&meeting.socket)
+            .map_err(|e| ChError::io("cannot open the connection for page faults", e))?;
+        let faults = Link::new(faults)?;
+        faults.send(&FAULT_CONNECTION.to_le_bytes(), "take page faults")?;
         info!("the receiving Cloud Hypervisor takes the VM's Config");
         let host = Arc::clone(destination);
         Ok(Self {
             ram: Arc::new(ram),
             api,
-            meeting,
             main,
+            faults,
+            _meeting: meeting,
             _call: call,
             give_up: Box::new(move || host.give_up()),
-            itself: OnceLock::new(),
             over: AtomicBool::new(false),
             progress: Mutex::default(),
             changed: Condvar::new(),
@@ -355,25 +356,20 @@ impl Guest {
             return;
         }
         error!(%why, "the receiving Cloud Hypervisor failed");
-        let mut had_go = false;
+        let mut ends = false;
         self.change(|progress| {
-            had_go = progress.go;
+            // In between, `restore` and `Go` find the reason.
+            ends = progress.go || !progress.begun;
             progress.gone.get_or_insert(why);
         });
-        // Before `Go`, the caller of `restore` finds the reason.
-        if had_go {
+        if ends {
             (self.give_up)();
         }
     }
 
     /// Starts a thread of this guest.
-    fn start(
-        &self,
-        name: &str,
-        run: impl FnOnce(&Self) + Send + 'static,
-    ) -> Result<(), MachineError> {
-        let guest = self.itself.get().and_then(std::sync::Weak::upgrade);
-        let guest = guest.ok_or(MachineError::WrongState("the VM was dropped"))?;
+    fn start(self: &Arc<Self>, name: &str, run: fn(&Self)) -> Result<(), MachineError> {
+        let guest = Arc::clone(self);
         let thread = std::thread::Builder::new()
             .name(name.into())
             .spawn(move || run(&guest))
@@ -382,33 +378,17 @@ impl Guest {
         Ok(())
     }
 
-    /// Opens the connection for page faults, and sends State.
-    fn begin_load(&self, state: &[u8]) -> Result<(), MachineError> {
-        let opened = UnixStream::connect(&self.meeting.socket)
-            .map_err(|e| ChError::io("cannot open the connection for page faults", e))
-            .and_then(Link::new)
-            .and_then(|link| {
-                link.send(&FAULT_CONNECTION.to_le_bytes(), "take page faults")?;
-                self.progress().faults = Some(link.try_clone()?);
-                Ok(link)
-            });
-        let link = opened.map_err(MachineError::engine)?;
-        self.start("ch-faults", move |guest| guest.serve_faults(&link))?;
-        let sent = self
-            .main
-            .begin(Command::State, state, "take State", STEP_LIMIT);
-        sent.map_err(MachineError::engine)?;
-        self.start("ch-main", |guest| {
-            if let Err(error) = guest.load_and_complete() {
-                guest.fail(error);
-            }
-        })
+    /// Follows the process from State on.
+    fn follow(&self) {
+        if let Err(error) = self.load_and_complete() {
+            self.fail(error);
+        }
     }
 
-    /// Waits for the answer to State. Says Complete on `Go`, and waits for the answer.
+    /// Waits for the answer to State. Says Complete on `Go`, and waits for the answer. Both may wait
+    /// for pages.
     fn load_and_complete(&self) -> Result<(), ChError> {
-        let limit = Limit::new(LOAD_LIMIT);
-        self.main.expect_ok("load State", limit)?;
+        self.main.expect_ok("load State", None)?;
         self.change(|progress| progress.loaded = true);
         let Some(paused) = self.wait_for_go() else {
             return Ok(());
@@ -418,7 +398,7 @@ impl Guest {
             false => Command::Complete,
         };
         self.main.begin(command, &[], "complete", STEP_LIMIT)?;
-        self.main.expect_ok("complete", limit)?;
+        self.main.expect_ok("complete", None)?;
         self.change(|progress| progress.completed = true);
         Ok(())
     }
@@ -437,9 +417,9 @@ impl Guest {
     }
 
     /// Answers page faults until the process has no more.
-    fn serve_faults(&self, link: &Link) {
+    fn serve_faults(&self) {
         let asked = PageBitmap::new(self.ram.pages() as usize);
-        let ended = self.answer_faults(link, &asked);
+        let ended = self.answer_faults(&asked);
         let (asked, pages) = (asked.count() as u64, self.ram.pages());
         match ended {
             Ok(Ended::Closed) if asked == pages => self.change(|progress| progress.has_all = true),
@@ -454,7 +434,8 @@ impl Guest {
         }
     }
 
-    fn answer_faults(&self, link: &Link, asked: &PageBitmap) -> Result<Ended, ChError> {
+    fn answer_faults(&self, asked: &PageBitmap) -> Result<Ended, ChError> {
+        let link = &self.faults;
         while let Some(request) = link.try_request("ask for a page", None)? {
             match request.command {
                 Command::PageFault => {}
@@ -566,10 +547,14 @@ impl Vcpus for Guest {
         let state = {
             let mut progress = self.progress();
             progress.paused = paused;
+            progress.begun = true;
             progress.state.take()
         };
         let state = state.ok_or(MachineError::WrongState("State has not come"))?;
-        self.begin_load(&state)?;
+        let sent = self
+            .main
+            .begin(Command::State, &state, "take State", STEP_LIMIT);
+        sent.map_err(MachineError::engine)?;
         let began = Instant::now();
         let mut progress = self.progress();
         while !progress.loaded && !progress.waits {

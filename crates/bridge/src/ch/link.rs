@@ -1,7 +1,7 @@
 //! A connection of the migration protocol: a Unix socket that may carry descriptors.
 //!
-//! **Guarantee.** Each wait has a limit, unless its caller waits for page faults. Nothing beyond a
-//! message is read, and memory grows with the bytes that have come.
+//! **Guarantee.** Each wait has a limit, unless its caller waits for what may take any time, such as
+//! the next page fault. Nothing beyond a message is read, and memory grows with the bytes that have come.
 
 use super::error::ChError;
 use super::wire::{Command, HEADER_BYTES, Request, Status};
@@ -228,9 +228,13 @@ impl Link {
     }
 
     /// Waits for the response that the request is carried out.
-    pub(super) fn expect_ok(&self, what: &'static str, limit: Limit) -> Result<(), ChError> {
+    pub(super) fn expect_ok(
+        &self,
+        what: &'static str,
+        limit: impl Into<Option<Limit>>,
+    ) -> Result<(), ChError> {
         let mut bytes = [0; HEADER_BYTES];
-        self.read_exact(&mut bytes, &mut Vec::new(), (what, Some(limit)))?;
+        self.read_exact(&mut bytes, &mut Vec::new(), (what, limit.into()))?;
         match Status::decode(&bytes)? {
             Status::Ok => Ok(()),
             Status::Error => Err(ChError::Refused(what)),

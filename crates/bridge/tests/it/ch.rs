@@ -4,10 +4,13 @@ use pageferry_bridge::ch::{
     Arrived, ChError, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions, receive,
 };
 use pageferry_migration::{
-    Destination, DestinationConfig, Listener, Route, Settings, SourceConfig, SourceReport,
-    SourceSession, Switch, Unobserved,
+    Destination, DestinationConfig, Listener, PlainPolicy, Route, Settings, SourceConfig,
+    SourceReport, SourceSession, Switch, Unobserved,
 };
 use pageferry_testkit::cloud_hypervisor::{Config, Double, Quirk};
+use pageferry_testkit::wait_until;
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -58,6 +61,19 @@ pub(crate) struct Hosts {
     directory: Directory,
 }
 
+/// Calls a double's API.
+fn call(api: &Path, endpoint: &str, body: &str) {
+    let mut stream = UnixStream::connect(api).unwrap();
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    let length = body.len();
+    let request =
+        format!("PUT /api/v1/{endpoint} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n{body}");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 204"), "{answer}");
+}
+
 /// The ends of a move.
 pub(crate) struct Moved {
     pub(crate) sent: Result<SourceReport, SourceError>,
@@ -88,6 +104,7 @@ fn source_config() -> SourceConfig {
             switch: Switch::NOW,
             ..Settings::default()
         },
+        plain: PlainPolicy::Anywhere,
         ..SourceConfig::default()
     }
 }
@@ -124,6 +141,24 @@ impl Hosts {
             api: self.directory.join("target"),
             preserve: false,
         }
+    }
+
+    /// Moves the VM from one process to the other, without Pageferry.
+    pub(crate) fn move_locally(&mut self) {
+        let socket = format!("unix:{}", self.directory.join("m").display());
+        let target = self.directory.join("target");
+        let receive = format!(r#"{{"receiver_url":"{socket}"}}"#);
+        std::thread::scope(|scope| {
+            scope.spawn(|| call(&target, "vm.receive-migration", &receive));
+            wait_until("the receiver's socket", || {
+                self.directory.join("m").exists()
+            });
+            // It listens right behind its bind, and the sender connects once.
+            std::thread::sleep(Duration::from_millis(100));
+            let send = format!(r#"{{"destination_url":"{socket}","local":true}}"#);
+            call(&self.directory.join("source"), "vm.send-migration", &send);
+        });
+        assert_eq!(self.source.outcome().outcome, "sent");
     }
 
     /// Sends the VM to a destination that is none of these hosts.

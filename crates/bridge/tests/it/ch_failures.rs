@@ -24,7 +24,7 @@ fn check_runs_on(hosts: &mut Hosts, moved: Moved, sentence: &str) {
     let received = moved.received.expect_err("the move fails");
     match &received {
         ReceiveError::Refused(_) => {}
-        ReceiveError::Migration(failure) => {
+        ReceiveError::Migration(failure) | ReceiveError::Vmm { failure, .. } => {
             assert_eq!(failure.vm, DestinationVm::Discarded, "{received}");
         }
         other => panic!("{other}"),

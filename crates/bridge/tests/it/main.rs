@@ -3,6 +3,7 @@
 mod ch;
 mod ch_bad_input;
 mod ch_failures;
+mod ch_figures;
 mod ch_move;
 mod ch_wire;
 mod scene;

@@ -295,6 +295,11 @@ fn failed(host: &Host, error: ReceiveError) -> Failure {
             }
             failure.into()
         }
+        ReceiveError::Vmm { why, failure } if failure.vm == DestinationVm::Discarded => {
+            host.set_activity(Activity::Waiting);
+            let exit = class(&why);
+            Failure::new(exit, ReceiveError::Vmm { why, failure }.to_string())
+        }
         other => Failure::new(Exit::LinkLost, other.to_string()),
     }
 }

@@ -96,6 +96,10 @@ pub(super) struct Vmm {
     /// The end of the last migration.
     outcome: Mutex<String>,
     pub(super) faults: AtomicU64,
+    /// When it paused its VM as a sender, or ran it as a receiver: `CLOCK_MONOTONIC`, nanoseconds.
+    pub(super) at_ns: AtomicU64,
+    /// The time from the connection for page faults to its end.
+    pub(super) served_ns: AtomicU64,
     /// A receiver has all pages.
     pub(super) has_all: AtomicBool,
     verified: AtomicBool,
@@ -125,6 +129,8 @@ impl Vmm {
             guest: Mutex::new(guest),
             outcome: Mutex::default(),
             faults: AtomicU64::new(0),
+            at_ns: AtomicU64::new(0),
+            served_ns: AtomicU64::new(0),
             has_all: AtomicBool::new(false),
             verified: AtomicBool::new(false),
         }
@@ -150,7 +156,14 @@ impl Vmm {
         }
     }
 
-    /// `STATE TOUCHES WRONG FAULTS HAS_ALL VERIFIED|FIRST WRONG|OUTCOME`
+    /// Notes the present time.
+    pub(super) fn note_time(&self) {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        let ns = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
+        self.at_ns.store(ns, Ordering::SeqCst);
+    }
+
+    /// `STATE TOUCHES WRONG FAULTS HAS_ALL VERIFIED AT SERVED|FIRST WRONG|OUTCOME`
     fn status(&self) -> String {
         let outcome = self.outcome.lock().expect("no thread panics here").clone();
         let (touches, wrong, first) = self.guest().map_or((0, 0, String::new()), |guest| {
@@ -159,11 +172,13 @@ impl Vmm {
             (touches, guest.wrong.load(Ordering::SeqCst), first.clone())
         });
         format!(
-            "{} {touches} {wrong} {} {} {}|{first}|{outcome}",
+            "{} {touches} {wrong} {} {} {} {} {}|{first}|{outcome}",
             self.state(),
             self.faults.load(Ordering::SeqCst),
             self.has_all.load(Ordering::SeqCst),
             self.verified.load(Ordering::SeqCst),
+            self.at_ns.load(Ordering::SeqCst),
+            self.served_ns.load(Ordering::SeqCst),
         )
     }
 
@@ -172,7 +187,7 @@ impl Vmm {
         let Some((endpoint, body)) = read_call(call) else {
             return;
         };
-        let done = self.perform(&endpoint, &body, call);
+        let done = self.perform(&endpoint, &body);
         let (status, body) = match &done {
             Ok(body) if body.is_empty() => ("204 No Content", body),
             Ok(body) => ("200 OK", body),
@@ -185,12 +200,7 @@ impl Vmm {
         let _ = call.write_all(format!("HTTP/1.1 {status}\r\n{head}\r\n{body}").as_bytes());
     }
 
-    fn perform(
-        self: &Arc<Self>,
-        endpoint: &str,
-        body: &str,
-        _call: &UnixStream,
-    ) -> Result<String, String> {
+    fn perform(self: &Arc<Self>, endpoint: &str, body: &str) -> Result<String, String> {
         let body: serde_json::Value = serde_json::from_str(body).unwrap_or_default();
         let path = |name: &str| {
             let url = body[name].as_str().unwrap_or_default();

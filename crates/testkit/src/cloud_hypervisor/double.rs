@@ -8,6 +8,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
 
 /// The name of the test that calls [`entry`](super::entry).
 const ENTRY: &str = "cloud_hypervisor_double";
@@ -27,6 +28,10 @@ pub struct Status {
     pub has_all: bool,
     /// Whether all pages have been checked.
     pub verified: bool,
+    /// The time at which a sender had paused its VM, or a receiver ran it (`CLOCK_MONOTONIC`).
+    pub at: Duration,
+    /// How long a receiver took to ask for all pages.
+    pub served: Duration,
     /// The first wrong page, in words.
     pub first_wrong: String,
     /// The end of the last migration: `sent`, `preserved`, `received`, or `failed: ..`.
@@ -107,7 +112,7 @@ impl Double {
         let mut part = || parts.next().expect("three parts").to_owned();
         let numbers = part();
         let words: Vec<&str> = numbers.split(' ').collect();
-        let [state, touches, wrong, faults, has_all, verified] = words[..] else {
+        let [state, touches, wrong, faults, has_all, verified, at, served] = words[..] else {
             panic!("the double's status is '{answer}'");
         };
         Status {
@@ -117,6 +122,8 @@ impl Double {
             faults: faults.parse().expect("a number"),
             has_all: has_all == "true",
             verified: verified == "true",
+            at: Duration::from_nanos(at.parse().expect("a number")),
+            served: Duration::from_nanos(served.parse().expect("a number")),
             first_wrong: part(),
             outcome: part(),
         }

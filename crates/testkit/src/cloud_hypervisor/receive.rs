@@ -47,14 +47,15 @@ pub(super) fn receive(vmm: &Arc<Vmm>, path: &str, postcopy: bool) -> Result<(), 
                     _ => map(&config, &mut fds).map(|mapped| regions = mapped),
                 }
             }
-            STATE if !regions.is_empty() && postcopy => {
+            STATE if !regions.is_empty() => {
                 let state = read_payload(stream, length).map_err(io)?;
                 let regions = std::mem::take(&mut regions);
-                load(vmm, &listener, &state, regions)
+                load(vmm, postcopy.then_some(&listener), &state, regions)
             }
             COMPLETE | COMPLETE_PAUSED => {
                 let guest = vmm.guest().ok_or("no State came")?;
                 if command == COMPLETE {
+                    vmm.note_time();
                     guest.resume();
                 }
                 respond(stream, true).map_err(io)?;
@@ -84,10 +85,11 @@ fn map(config: &[u8], fds: &mut Vec<(u32, OwnedFd)>) -> Result<Vec<Region>, Stri
     mappings.iter().map(map).collect()
 }
 
-/// Loads State: behind the connection for page faults, and with an access to guest memory.
+/// Loads State, with an access to guest memory. In post-copy it first waits for the connection for
+/// page faults, at `listener`.
 fn load(
     vmm: &Arc<Vmm>,
-    listener: &UnixListener,
+    listener: Option<&UnixListener>,
     state: &[u8],
     regions: Vec<Region>,
 ) -> Result<(), String> {
@@ -96,7 +98,7 @@ fn load(
         Quirk::RefuseState => return Err("State is refused".into()),
         _ => {}
     }
-    let faults = fault_connection(listener)?;
+    let faults = listener.map(fault_connection).transpose()?;
     let state: serde_json::Value = serde_json::from_slice(state).map_err(|why| why.to_string())?;
     let seed = state["seed"].as_u64().ok_or("no seed")?;
     let vcpus = state["vcpus"].as_u64().ok_or("no vcpus")? as usize;
@@ -106,6 +108,17 @@ fn load(
         .map(|version| version.as_u64().unwrap_or_default() as u32)
         .collect();
     let guest = Guest::new(regions, seed, versions, vcpus);
+    vmm.set_guest(Some(Arc::clone(&guest)));
+    if let Some(faults) = faults {
+        start_serving(vmm, &guest, faults)?;
+    }
+    // KVM reads the page of a vCPU's clock here.
+    guest.touch(0);
+    Ok(())
+}
+
+/// Registers guest memory, and starts the thread that asks for its pages.
+fn start_serving(vmm: &Arc<Vmm>, guest: &Arc<Guest>, faults: UnixStream) -> Result<(), String> {
     let features = Features::MISSING_SHMEM | Features::MINOR_SHMEM;
     let uffd = Userfaultfd::open(features).map_err(|why| why.to_string())?;
     for region in &guest.regions {
@@ -115,18 +128,18 @@ fn load(
         let registered = unsafe { uffd.register(region.base(), region.size, mode) };
         registered.map_err(|why| why.to_string())?;
     }
-    vmm.set_guest(Some(Arc::clone(&guest)));
-    let (serving, vmm) = (Arc::clone(&guest), Arc::clone(vmm));
+    let (serving, vmm) = (Arc::clone(guest), Arc::clone(vmm));
+    let began = Instant::now();
     std::thread::spawn(move || {
         if let Err(why) = serve(&vmm, &serving, &uffd, &faults) {
             eprintln!("the double ends: {why}");
             // The real one ends its VM, and itself.
             std::process::exit(3);
         }
+        let took = began.elapsed().as_nanos() as u64;
+        vmm.served_ns.store(took, Ordering::SeqCst);
         vmm.has_all.store(true, Ordering::SeqCst);
     });
-    // KVM reads the page of a vCPU's clock here.
-    guest.touch(0);
     Ok(())
 }
 

@@ -18,7 +18,7 @@ use std::time::Duration;
 /// Sends the VM to a socket. On an error, a VM that ran runs on.
 pub(super) fn send(vmm: &Vmm, guest: &Guest, path: &str) -> Result<(), String> {
     let was_running = guest.is_running();
-    let sent = try_send(vmm.config.quirk, guest, path, was_running);
+    let sent = try_send(vmm, guest, path, was_running);
     if sent.is_err() && was_running {
         guest.resume();
     }
@@ -31,7 +31,8 @@ fn die(quirk: Quirk, now: Quirk) {
     }
 }
 
-fn try_send(quirk: Quirk, guest: &Guest, path: &str, was_running: bool) -> Result<(), String> {
+fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Result<(), String> {
+    let quirk = vmm.config.quirk;
     let io = |why: std::io::Error| why.to_string();
     let stream = &UnixStream::connect(path).map_err(io)?;
     let mut raw = stream;
@@ -72,6 +73,7 @@ fn try_send(quirk: Quirk, guest: &Guest, path: &str, was_running: bool) -> Resul
     }
     die(quirk, Quirk::DieAtPause);
     guest.pause();
+    vmm.note_time();
     let versions: Vec<u32> = guest
         .versions
         .iter()
