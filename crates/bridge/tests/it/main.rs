@@ -9,6 +9,7 @@ mod ch_wire;
 mod scene;
 mod tunnel;
 mod tunnel_faults;
+mod tunnel_hostile;
 
 /// Becomes the double of Cloud Hypervisor in a process of its own.
 #[test]
