@@ -12,6 +12,7 @@ mod bench_linux;
 #[cfg(feature = "bench")]
 mod bench_postcopy_latency;
 mod check;
+mod cloud_hypervisor;
 mod console;
 mod control;
 mod cpus;
@@ -56,6 +57,12 @@ mod tunnel;
 mod two_hosts;
 mod two_processes;
 mod watch;
+
+/// Becomes Cloud Hypervisor's double in a process that a test has started for that.
+#[test]
+fn cloud_hypervisor_double() {
+    pageferry_testkit::cloud_hypervisor::entry();
+}
 
 /// Becomes Firecracker's double in a process that a test has started for that.
 #[test]
