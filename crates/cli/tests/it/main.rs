@@ -53,6 +53,7 @@ mod snapshot;
 mod support;
 mod terminal;
 mod trust;
+mod tunnel;
 mod two_hosts;
 mod two_processes;
 mod watch;
