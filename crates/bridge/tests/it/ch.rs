@@ -58,6 +58,8 @@ pub(crate) struct Hosts {
     pub(crate) session: SourceSession,
     pub(crate) destination: Arc<Destination>,
     pub(crate) preserve: bool,
+    /// All pages come by post-copy, unless a test chooses.
+    pub(crate) switch: Switch,
     directory: Directory,
 }
 
@@ -97,11 +99,10 @@ pub(crate) fn sender(directory: &Directory, quirk: Quirk) -> Option<Double> {
     })
 }
 
-fn source_config() -> SourceConfig {
+fn source_config(switch: Switch) -> SourceConfig {
     SourceConfig {
-        // All pages come by post-copy: this needs no dirty log.
         settings: Settings {
-            switch: Switch::NOW,
+            switch,
             ..Settings::default()
         },
         plain: PlainPolicy::Anywhere,
@@ -131,6 +132,7 @@ impl Hosts {
             session: SourceSession::new().unwrap(),
             destination: Arc::new(destination),
             preserve: false,
+            switch: Switch::NOW,
             directory,
         })
     }
@@ -166,7 +168,12 @@ impl Hosts {
         let began = Instant::now();
         let late = || began.elapsed() > LIMIT;
         let source = Source::take(&options(&self.directory, false), &late).unwrap();
-        source.migrate(route, &source_config(), &self.session, &Unobserved)
+        source.migrate(
+            route,
+            &source_config(self.switch),
+            &self.session,
+            &Unobserved,
+        )
     }
 
     pub(crate) fn route(&self) -> Route {
@@ -175,7 +182,7 @@ impl Hosts {
 
     /// Moves the VM. `beside` runs meanwhile.
     pub(crate) fn migrate(&mut self, route: &Route, beside: impl FnOnce(Beside<'_>)) -> Moved {
-        let config = source_config();
+        let config = source_config(self.switch);
         let began = Instant::now();
         let late = || began.elapsed() > LIMIT;
         let over = AtomicBool::new(false);
@@ -187,6 +194,7 @@ impl Hosts {
         };
         let beside_it = Beside {
             source: &mut self.source,
+            target: &mut self.target,
             session,
             destination,
         };
@@ -221,6 +229,7 @@ impl Hosts {
 /// What a test may touch while a move is under way.
 pub(crate) struct Beside<'a> {
     pub(crate) source: &'a mut Double,
+    pub(crate) target: &'a mut Double,
     pub(crate) session: &'a SourceSession,
     pub(crate) destination: &'a Arc<Destination>,
 }

@@ -2,7 +2,7 @@
 
 use crate::ch::{Hosts, Moved, serve};
 use pageferry_bridge::ch::{ReceiveError, SourceError};
-use pageferry_migration::{DestinationVm, SourceVm};
+use pageferry_migration::{DestinationVm, SourceVm, Switch};
 use pageferry_testkit::cloud_hypervisor::Quirk;
 use pageferry_testkit::wait_until;
 
@@ -58,6 +58,21 @@ fn a_receiver_that_fails_before_the_hand_over_leaves_the_vm_running_at_its_sourc
         };
         check_runs_on(&mut hosts, moved, sentence);
     }
+}
+
+/// The source waits for its operator. It learns at once that the receiver is gone.
+#[test]
+fn a_receiver_that_dies_in_pre_copy_ends_the_migration() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    hosts.switch = Switch::Manual;
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |beside| {
+        wait_until("pre-copy", || beside.session.status().stage == "pre-copy");
+        beside.target.kill();
+    });
+    check_runs_on(&mut hosts, moved, "while we waited for it to load State");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Figures of moves between doubles: the pause, and page faults a second.
 
 use crate::ch::{Hosts, PAGES, serve};
-use pageferry_migration::{DestinationConfig, Listener, Route};
+use pageferry_migration::{DestinationConfig, Listener, Route, Switch};
 use pageferry_testkit::cloud_hypervisor::Quirk;
 use pageferry_testkit::netns::within;
 use pageferry_testkit::shaper::{Plan, Shaper};
@@ -26,10 +26,11 @@ fn local() -> Option<Duration> {
     Some(pause(&mut hosts))
 }
 
-/// A move over a link of 1 Gbit/s.
+/// A move over a link of 1 Gbit/s, with pre-copy.
 fn bridged() -> Option<Duration> {
     let link = or_skip(&Link::new(Rate::mbit(1000)))?;
     let mut hosts = Hosts::start(Quirk::Right, Quirk::Right)?;
+    hosts.switch = Switch::Auto;
     std::thread::sleep(Duration::from_millis(300));
     let listen = || {
         let listener = Listener::bind(&"198.18.0.2:0".parse().unwrap()).unwrap();

@@ -1,6 +1,7 @@
 //! VMs of Cloud Hypervisor move, and continue with their memory.
 
 use crate::ch::{Hosts, PAGES, serve};
+use pageferry_migration::Switch;
 use pageferry_testkit::cloud_hypervisor::Quirk;
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::wait_until;
@@ -43,6 +44,24 @@ fn a_running_vm_moves_and_runs_on() {
     let after = hosts.target.status();
     assert_eq!(after.wrong, 0, "{}", after.first_wrong);
     assert!(after.faults > 0, "the guest waited for pages: {after:?}");
+}
+
+/// Pages travel while the VM runs, and those that it did not change are confirmed.
+#[test]
+fn a_running_vm_moves_with_pre_copy() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    hosts.switch = Switch::Auto;
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
+    let sent = moved.sent.unwrap();
+    assert!(sent.pages.precopy > 0, "{:?}", sent.pages);
+    serve(moved.received.unwrap()).unwrap();
+    check_arrived(&mut hosts, "Running");
+    std::thread::sleep(Duration::from_millis(100));
+    let status = hosts.target.status();
+    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
 }
 
 #[test]
