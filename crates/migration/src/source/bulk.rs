@@ -274,7 +274,8 @@ impl<'a> Bulk<'a> {
 
     /// Notes what the frame brings, or which of its pages have changed since they were sent.
     fn compare(&self, frame: &PageFrame<'_>) {
-        let Some(hashes) = self.shared.hashes() else {
+        // Those that the frame was filled by: they may have been taken out of use since.
+        let Some(hashes) = frame.hashes() else {
             return;
         };
         if frame.is_copied() {

@@ -263,6 +263,11 @@ impl<'a> PageFrame<'a> {
         Ok(added)
     }
 
+    /// The hashes that pages are compared with.
+    pub(super) fn hashes(&self) -> Option<&'a SentHashes> {
+        self.hashes
+    }
+
     /// The kind of a page's run, and its hash. A page is confirmed if the destination has its
     /// bytes. A stopped guest's zero page is sent as zero in any case, which costs as little.
     fn compared(&self, page: RamPage, kind: RunKind) -> (RunKind, u64) {
