@@ -143,6 +143,73 @@ pub(super) fn userfaultfd() -> Finding {
     }
 }
 
+/// The seams of other VMMs: whether this process may use them, and whether their own processes can
+/// receive page faults.
+pub(super) fn seams() -> Finding {
+    let support = UffdSupport::probe();
+    let minor = support.usable.is_ok() && support.features.contains(Features::MINOR_SHMEM);
+    let descriptors = passes_descriptors();
+    let mut works = vec!["tunnels for migration streams (QEMU, libvirt)"];
+    let mut lacks = Vec::new();
+    match &descriptors {
+        Ok(()) => works.push("VMs of Cloud Hypervisor leave (their memfds come over a socket)"),
+        Err(why) => lacks.push(format!("no VM of Cloud Hypervisor moves: {why}")),
+    }
+    if minor && descriptors.is_ok() {
+        works.push("they arrive (userfaultfd with minor faults, if its process may use it too)");
+    } else if descriptors.is_ok() {
+        lacks.push("none arrives: userfaultfd has no minor faults here".into());
+    }
+    let all = lacks.is_empty();
+    Finding {
+        name: "seams",
+        state: if all { Grade::Good } else { Grade::Limited },
+        found: works.join("; "),
+        means: match all {
+            true => "VMs of other VMMs move: see docs/bridge.md".into(),
+            false => lacks.join("; "),
+        },
+        advice: (!all).then(|| "see `userfaultfd` and `memfd` above".into()),
+    }
+}
+
+/// Sends a memfd over a socket and looks at it, as a VMM does.
+fn passes_descriptors() -> Result<(), String> {
+    use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
+    use rustix::net::{
+        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+        SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+    };
+    use std::io::{IoSlice, IoSliceMut};
+    use std::os::fd::AsFd;
+    let told = |what: &'static str| move |why: rustix::io::Errno| format!("{what}: {why}");
+    let memfd = memfd_create("probe", MemfdFlags::CLOEXEC).map_err(told("memfd_create"))?;
+    ftruncate(&memfd, 4096).map_err(told("ftruncate"))?;
+    let sockets = std::os::unix::net::UnixStream::pair();
+    let (near, far) = sockets.map_err(|why| format!("socketpair: {why}"))?;
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let fds = [memfd.as_fd()];
+    let mut sends = SendAncillaryBuffer::new(&mut space);
+    sends.push(SendAncillaryMessage::ScmRights(&fds));
+    let sent = sendmsg(&near, &[IoSlice::new(&[0])], &mut sends, SendFlags::empty());
+    sent.map_err(told("sendmsg"))?;
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut comes = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let came = recvmsg(&far, &mut [IoSliceMut::new(&mut byte)], &mut comes, flags);
+    came.map_err(told("recvmsg"))?;
+    let fds = comes.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    let fd = fds.ok_or("no descriptor came over a socket")?;
+    match fstat(&fd).map_err(told("fstat"))?.st_size {
+        4096 => Ok(()),
+        other => Err(format!("another file came over a socket, of {other} bytes")),
+    }
+}
+
 /// KVM Userfault, by its effect on a scratch VM.
 pub(super) fn kvm_userfault() -> Finding {
     let works = deliveries_of(Engine::Kvm, Backing::Shmem).contains(&Delivery::Userfault);

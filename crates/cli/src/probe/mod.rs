@@ -102,13 +102,14 @@ pub(crate) fn probe(args: &ProbeArgs) -> Result<(), Failure> {
 type Trial = (&'static str, fn() -> Finding);
 
 /// The trials beside that of the system calls.
-const TRIALS: [Trial; 11] = [
+const TRIALS: [Trial; 12] = [
     ("kvm", kernel::kvm),
     ("dirty-log", kernel::dirty_log),
     ("userfaultfd", kernel::userfaultfd),
     ("kvm-userfault", kernel::kvm_userfault),
     ("privileges", kernel::privileges),
     ("memfd", kernel::memfd),
+    ("seams", kernel::seams),
     ("backings", hardware::backings),
     ("huge-pages", hardware::huge_pages),
     ("transparent-huge-pages", hardware::transparent_huge_pages),
