@@ -37,7 +37,7 @@ pub mod peer;
 #[cfg(feature = "benchmarks")]
 pub mod postcopy_latency;
 #[cfg(feature = "benchmarks")]
-mod qemu;
+pub mod qemu;
 #[cfg(feature = "benchmarks")]
 pub mod restore;
 #[cfg(feature = "benchmarks")]
