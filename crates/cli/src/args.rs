@@ -6,6 +6,7 @@ use crate::control::options::{MigrateOptions, TlsOptions};
 use crate::exit::TABLE;
 use crate::pager::PagerArgs;
 use crate::snapshot::SnapshotArgs;
+use crate::tunnel::TunnelArgs;
 use crate::{rate, size};
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -148,6 +149,14 @@ pub(crate) enum Command {
     Abandon(AbandonArgs),
     /// End a VM on this host
     Quit(VmArgs),
+    /// Carry the migration streams of QEMU, libvirt or Cloud Hypervisor between two hosts
+    ///
+    /// A tunnel on each host stands between the sockets of the two VMMs: one with --listen and
+    /// --to, one with --accept and --connect. A lost connection costs the VM only waiting, also in
+    /// post-copy. Pages that vCPUs wait for have a connection of their own, with TLS too.
+    ///
+    /// It serves until Ctrl-C, which takes no new migrations and waits for those under way.
+    Tunnel(TunnelArgs),
     /// Serve the memory of VMs that start from a snapshot: Firecracker's page faults
     ///
     /// A VM runs before its memory is read. The pager may be ended or killed at any moment: the
@@ -479,7 +488,7 @@ pub(crate) struct ChannelArgs {
     pub(crate) queue: Duration,
 }
 
-fn queue(text: &str) -> Result<Duration, String> {
+pub(crate) fn queue(text: &str) -> Result<Duration, String> {
     let time = match text.strip_suffix("us").map(str::parse) {
         Some(Ok(us)) => Duration::from_micros(us),
         Some(Err(_)) => {

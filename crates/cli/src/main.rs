@@ -10,7 +10,7 @@
 //! [`migrate`] and [`status`] are its clients, and find it by [`sockets`]. [`metrics`] serves its
 //! figures to Prometheus.
 //! [`demo`] is a source that starts its destination. [`report`] shows the record of a migration as
-//! a table, JSON or HTML. [`snapshot`] packs the memory of snapshots. [`probe`] tests the host.
+//! a table, JSON or HTML. [`tunnel`] carries the streams of other VMMs. [`snapshot`] packs the memory of snapshots. [`probe`] tests the host.
 //!
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`, `snapshot`.
 //! Nothing is above. The crate must not know wire formats, page tables or ioctls. Its only unsafe
@@ -61,6 +61,7 @@ mod snapshot;
 mod sockets;
 mod status;
 mod terminal;
+mod tunnel;
 mod vm;
 mod wall_clock;
 mod watch;
@@ -100,7 +101,7 @@ fn start(cli: &Cli) -> Result<u8, Failure> {
 
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
     let owns_vm = match &cli.command {
-        Command::Run(_) | Command::Receive(_) | Command::Restore(_) => true,
+        Command::Run(_) | Command::Receive(_) | Command::Restore(_) | Command::Tunnel(_) => true,
         Command::Pager(args) => args.serves(),
         _ => false,
     };
@@ -124,6 +125,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Abandon(args) => recovery::abandon(args, &interrupts),
         Command::Set(args) => set::set(args, &interrupts),
         Command::Cancel(args) => recovery::cancel(args, &interrupts),
+        Command::Tunnel(args) => tunnel::tunnel(args, &interrupts),
         Command::Pager(args) => pager::pager(args, &interrupts),
         Command::Snapshot(args) => snapshot::snapshot(args, &interrupts),
         Command::Probe(args) => probe::probe(args),

@@ -57,7 +57,10 @@ pub(crate) fn receive(
             None
         }
     };
-    let _metrics = crate::metrics::serve(&args.metrics, &host)?;
+    let _metrics = crate::metrics::serve(&args.metrics, {
+        let host = Arc::clone(&host);
+        move || crate::metrics::of(&host)
+    })?;
     let destination = listen(args)?;
     host.set_destination(&destination);
     announce(args, &destination);

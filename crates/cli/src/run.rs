@@ -94,7 +94,10 @@ impl Owner {
         let control = sockets::path_for(place.control.as_deref(), place.name.as_deref())?;
         let server = Server::start(&control, Arc::new(HostService(Arc::clone(&host))))?;
         Ok(Self {
-            _metrics: crate::metrics::serve(metrics, &host)?,
+            _metrics: crate::metrics::serve(metrics, {
+                let host = Arc::clone(&host);
+                move || crate::metrics::of(&host)
+            })?,
             host,
             jobs,
             control,

@@ -26,6 +26,8 @@ pub(crate) fn status(args: &StatusArgs, interrupts: &Interrupts) -> Result<(), F
     let status = ask(&args.vm.path()?, &Request::Status {}, LIMIT, interrupts)?;
     if args.json {
         output::json(&status);
+    } else if status["tunnel"].is_object() {
+        output::result(&crate::tunnel::table(&status));
     } else {
         output::result(&table(&status));
     }

@@ -59,7 +59,7 @@ pub(crate) fn watch(args: &WatchArgs, interrupts: &Interrupts) -> Result<(), Fai
         }
         let is_over = !matches!(
             status["state"].as_str(),
-            Some("waiting" | "arriving" | "leaving")
+            Some("waiting" | "arriving" | "leaving" | "carrying")
         );
         seen = true;
         let next = Instant::now() + interval;
@@ -95,11 +95,15 @@ fn json_line(status: &Value) -> Value {
         "phase": status["phase"],
         "missing": status["missing"],
         "session": status["session"],
+        "tunnel": status["tunnel"],
     })
 }
 
 /// The essentials in one line.
 fn line(status: &Value) -> String {
+    if status["tunnel"].is_object() {
+        return crate::tunnel::line(&status["tunnel"]);
+    }
     let text = |value: &Value| value.as_str().map(str::to_owned);
     let mut parts = vec![match (text(&status["state"]), text(&status["phase"])) {
         (Some(state), Some(phase)) => format!("{state}: {phase}"),

@@ -26,7 +26,6 @@
 
 pub mod address;
 mod bell;
-#[doc(hidden)]
 pub mod channel;
 mod clock;
 mod control;
@@ -35,7 +34,6 @@ mod destination;
 #[doc(hidden)]
 pub mod devices;
 mod error;
-#[doc(hidden)]
 pub mod handshake;
 mod latency;
 mod ledger;
@@ -75,6 +73,8 @@ pub use handshake::{HandshakeError, PlainPolicy, Stranger, StrangerError};
 pub use latency::prefer_short_slices;
 pub use ledger::{ReceiptError, TakesBack};
 pub use limits::Limits;
+pub use mailbox::Mailbox;
+pub use nap::sleep_on;
 pub use pageferry_tls::read_regular_file;
 pub use phase::{Observer, Phase, Unobserved};
 pub use protocol_error::ProtocolError;
@@ -86,8 +86,8 @@ pub use report::{
 pub use saved::{MAX_SAVED_BYTES, SavedVm, Stopped};
 pub use settings::{Change, Settings, SettingsError, Switch};
 pub use source::{
-    Checked, Connect, Route, SourceConfig, SourceFailure, SourceSession, SourceVm, URGENT_SPIN,
-    check, migrate,
+    Checked, Connect, Governor, Route, SourceConfig, SourceFailure, SourceSession, SourceVm,
+    URGENT_SPIN, check, migrate,
 };
 pub use status::SessionStatus;
 pub use vm::RunningVm;

@@ -1,4 +1,4 @@
-//! The queue of a supervisor.
+//! The queue of a thread that also waits for descriptors.
 
 use crate::bell::Bell;
 use crate::error::MigrationError;
@@ -6,15 +6,20 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Letters from any thread to one supervisor, in order.
+/// Letters from any thread to one thread, in order. That thread sleeps in poll(2) on this
+/// descriptor, among others.
 #[derive(Debug)]
-pub(crate) struct Mailbox<T> {
+pub struct Mailbox<T> {
     letters: Mutex<VecDeque<T>>,
     bell: Bell,
 }
 
 impl<T> Mailbox<T> {
-    pub(crate) fn new() -> Result<Self, MigrationError> {
+    /// An empty one.
+    ///
+    /// # Errors
+    /// When the process has no descriptor left.
+    pub fn new() -> Result<Self, MigrationError> {
         Ok(Self {
             letters: Mutex::default(),
             bell: Bell::new()?,
@@ -25,14 +30,14 @@ impl<T> Mailbox<T> {
         self.letters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a letter and wakes the supervisor.
-    pub(crate) fn post(&self, letter: T) {
+    /// Adds a letter and wakes the thread.
+    pub fn post(&self, letter: T) {
         self.lock().push_back(letter);
         self.bell.ring();
     }
 
     /// As [`Self::post`]. Letters that `older` finds are of no use beside this one, and are dropped.
-    pub(crate) fn post_instead_of(&self, letter: T, older: impl Fn(&T) -> bool) {
+    pub fn post_instead_of(&self, letter: T, older: impl Fn(&T) -> bool) {
         let mut letters = self.lock();
         letters.retain(|letter| !older(letter));
         letters.push_back(letter);
@@ -41,7 +46,7 @@ impl<T> Mailbox<T> {
     }
 
     /// Takes the oldest letter. After `None`, the descriptor is unreadable until the next letter.
-    pub(crate) fn take(&self) -> Option<T> {
+    pub fn take(&self) -> Option<T> {
         if let Some(letter) = self.lock().pop_front() {
             return Some(letter);
         }

@@ -12,7 +12,7 @@ const BLIND: Duration = Duration::from_millis(20);
 ///
 /// poll(2) fails where the kernel lacks memory, and where the limit of descriptors is below their
 /// number. Then this sleeps all the same: its caller must not spin.
-pub(crate) fn sleep_on(fds: &mut [PollFd<'_>], nap: Duration) {
+pub fn sleep_on(fds: &mut [PollFd<'_>], nap: Duration) {
     // A nap that is too long for the kernel's clock has no end.
     let limit = Timespec::try_from(nap).ok();
     match poll(fds, limit.as_ref()) {

@@ -10,10 +10,11 @@
 mod request;
 mod text;
 
+pub(crate) use text::{Page, of};
+
 use crate::args::MetricsArgs;
 use crate::control::server::{Client, Idle, Server, bind, make_room};
 use crate::exit::{Exit, Failure};
-use crate::host::Host;
 use crate::output;
 use crate::scratch::SocketFile;
 use pageferry_migration::address::Address;
@@ -34,17 +35,23 @@ const LIMIT: Duration = Duration::from_secs(2);
 /// request for the longest time. If all have sent theirs, it is turned away.
 const MAX_CLIENTS: usize = 4;
 
-/// Serves the metrics of `host` until the result is dropped, if the user asked for them.
+/// Writes the figures as they are now.
+type Body = Arc<dyn Fn() -> String + Send + Sync>;
+
+/// Serves the metrics that `body` writes until the result is dropped, if the user asked for them.
 ///
 /// # Errors
 /// [`Exit::Usage`] for an address of another host, [`Exit::Address`] for one that is taken.
-pub(crate) fn serve(args: &MetricsArgs, host: &Arc<Host>) -> Result<Option<Server>, Failure> {
+pub(crate) fn serve(
+    args: &MetricsArgs,
+    body: impl Fn() -> String + Send + Sync + 'static,
+) -> Result<Option<Server>, Failure> {
     let Some(address) = &args.address else {
         return Ok(None);
     };
     let (listener, file) = listen(address)?;
-    let host = Arc::clone(host);
-    Server::spawn("metrics", file, move |stop| accept(&listener, &host, stop))
+    let body = Arc::new(body) as Body;
+    Server::spawn("metrics", file, move |stop| accept(&listener, &body, stop))
         .map(Some)
         .map_err(|e| Failure::os("cannot serve metrics", e))
 }
@@ -148,7 +155,7 @@ impl Stream {
     }
 }
 
-fn accept(listener: &Listener, host: &Arc<Host>, stop: &AtomicBool) {
+fn accept(listener: &Listener, body: &Body, stop: &AtomicBool) {
     let mut clients: Vec<Client> = Vec::new();
     while !stop.load(Ordering::Acquire) {
         let Ok(stream) = listener.accept() else {
@@ -162,11 +169,11 @@ fn accept(listener: &Listener, host: &Arc<Host>, stop: &AtomicBool) {
         let Ok(idle) = Idle::new(&stream) else {
             continue;
         };
-        let (host, ours) = (Arc::clone(host), Arc::clone(&idle));
+        let (body, ours) = (Arc::clone(body), Arc::clone(&idle));
         let thread = std::thread::Builder::new()
             .name("metrics-client".into())
             .spawn(move || {
-                answer(stream, &host, &ours);
+                answer(stream, &body, &ours);
                 // `Idle` has the connection too, and outlives this thread.
                 ours.shutdown();
             });
@@ -187,14 +194,14 @@ fn left(deadline: Instant) -> std::io::Result<Duration> {
 }
 
 /// Answers one request. An error only ends the connection.
-fn answer(mut stream: Stream, host: &Host, idle: &Idle) {
+fn answer(mut stream: Stream, body: &Body, idle: &Idle) {
     let asked = read_head(&mut stream);
     idle.set(None);
     let Ok(asked) = asked else {
         return;
     };
     let (status, more, body) = match asked {
-        Ok(()) => ("200 OK", "", text::of(host)),
+        Ok(()) => ("200 OK", "", body()),
         Err(refusal @ Refusal::MethodNotAllowed) => {
             (refusal.status(), "Allow: GET\r\n", String::new())
         }

@@ -50,20 +50,8 @@ const STAGES: [&str; 18] = [
 ];
 
 /// All metrics of `host`.
-pub(super) fn of(host: &Host) -> String {
-    let mut page = Page::default();
-    let build = if cfg!(debug_assertions) {
-        "debug"
-    } else {
-        "release"
-    };
-    page.family("build_info", "gauge", "The version, as labels.");
-    let version = env!("CARGO_PKG_VERSION");
-    page.sample(
-        "build_info",
-        &format!("version=\"{version}\",build=\"{build}\""),
-        1,
-    );
+pub(crate) fn of(host: &Host) -> String {
+    let mut page = Page::with_build();
     page.family("vm_state", "gauge", "1 for the state of the VM, else 0.");
     page.states("vm_state", &VM_STATES, host.state_name());
     page.counter(
@@ -83,22 +71,43 @@ pub(super) fn of(host: &Host) -> String {
     );
     session(&mut page, &host.session_status().unwrap_or_default());
     stalls(&mut page, &host.stalls());
-    page.0
+    page.finish()
 }
 
 /// Metrics as text.
-#[derive(Default)]
-struct Page(String);
+pub(crate) struct Page(String);
 
 impl Page {
+    /// A page with the version of this program.
+    pub(crate) fn with_build() -> Self {
+        let mut page = Self(String::new());
+        let build = if cfg!(debug_assertions) {
+            "debug"
+        } else {
+            "release"
+        };
+        page.family("build_info", "gauge", "The version, as labels.");
+        let version = env!("CARGO_PKG_VERSION");
+        page.sample(
+            "build_info",
+            &format!("version=\"{version}\",build=\"{build}\""),
+            1,
+        );
+        page
+    }
+
+    pub(crate) fn finish(self) -> String {
+        self.0
+    }
+
     /// Begins a family of metrics.
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
+    pub(crate) fn family(&mut self, name: &str, kind: &str, help: &str) {
         // Writing to a string cannot fail.
         let _ = writeln!(self.0, "# HELP pageferry_{name} {help}");
         let _ = writeln!(self.0, "# TYPE pageferry_{name} {kind}");
     }
 
-    fn sample(&mut self, name: &str, labels: &str, value: impl std::fmt::Display) {
+    pub(crate) fn sample(&mut self, name: &str, labels: &str, value: impl std::fmt::Display) {
         let _ = if labels.is_empty() {
             writeln!(self.0, "pageferry_{name} {value}")
         } else {
@@ -297,7 +306,7 @@ mod tests {
 
     #[test]
     fn a_session_without_stalls_has_every_family_once() {
-        let mut page = Page::default();
+        let mut page = Page(String::new());
         let mut status = SessionStatus::default();
         status.stage = "handed-over";
         status.pages_left = 3;

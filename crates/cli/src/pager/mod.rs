@@ -12,7 +12,7 @@ mod http;
 mod mount;
 mod recording;
 mod report;
-mod service;
+pub(crate) mod service;
 #[cfg(feature = "peers")]
 mod share;
 mod stores;

@@ -243,6 +243,9 @@ impl Desk {
 
 impl Router for Desk {
     fn route(&self, hello: &Hello, opens: bool) -> Result<Expected, Status> {
+        if hello.key.role == Role::Tunnel {
+            return Err(Status::BadRole);
+        }
         let state = self.lock();
         match &state.active {
             Some(active) if active.session == hello.session => {

@@ -61,6 +61,8 @@ impl Supervisor<'_, '_, '_> {
                 self.link.protected = control.protection();
                 self.link.control = Some(control);
             }
+            // The desk lets no tunnel in.
+            Role::Tunnel => connection.shutdown(),
             _ if generation != self.state.generation => connection.shutdown(),
             Role::Bulk => {
                 // An older incarnation ends first.

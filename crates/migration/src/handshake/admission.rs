@@ -51,7 +51,7 @@ impl Admission {
     /// `UnknownSession` if the session is not open and the channel does not open it.
     /// `ChannelTaken` for the same channel again. `OldGeneration` for a generation that is over,
     /// and for an incarnation below the last one. `FutureGeneration` for a bulk or urgent channel
-    /// of a generation without a control channel. `TooManyChannels` for an index that was not
+    /// of a generation without a control channel. `BadRole` for a tunnel. `TooManyChannels` for an index that was not
     /// announced.
     pub fn check(&self, key: ChannelKey) -> Result<(), Status> {
         if self.generation == 0 && !key.opens_session() {
@@ -63,6 +63,7 @@ impl Admission {
             Role::Control => return Err(Status::OldGeneration),
             Role::Bulk => self.bulk,
             Role::Urgent => self.urgent,
+            Role::Tunnel => return Err(Status::BadRole),
         };
         if key.generation < self.generation {
             return Err(Status::OldGeneration);

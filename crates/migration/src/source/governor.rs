@@ -74,7 +74,7 @@ struct Sent {
 
 /// The governor of one channel. Times are in nanoseconds of one clock.
 #[derive(Debug)]
-pub(super) struct Governor {
+pub struct Governor {
     queue: u64,
     frames: VecDeque<Sent>,
     under_way: u64,
@@ -125,7 +125,9 @@ enum Probe {
 }
 
 impl Governor {
-    pub(super) fn new(queue: Duration) -> Self {
+    /// The governor of a channel on which nothing was sent. `queue` is the allowed queue.
+    #[must_use]
+    pub fn new(queue: Duration) -> Self {
         Self {
             queue: u64::try_from(queue.as_nanos()).unwrap_or(u64::MAX),
             frames: VecDeque::new(),
@@ -150,7 +152,8 @@ impl Governor {
     }
 
     /// The bytes of pages that the next frame may have, or `None` if a receipt must come first.
-    pub(super) fn room(&self) -> Option<u64> {
+    #[must_use]
+    pub fn room(&self) -> Option<u64> {
         if self.under_way == 0 {
             return Some(match self.probe {
                 Probe::Off => self.frame(),
@@ -165,7 +168,7 @@ impl Governor {
     }
 
     /// Notes a frame of which `bytes` are sent now.
-    pub(super) fn sent(&mut self, now: u64, bytes: u64) {
+    pub fn sent(&mut self, now: u64, bytes: u64) {
         if self.under_way == 0 {
             self.counted_until = now;
         }
@@ -196,13 +199,13 @@ impl Governor {
     }
 
     /// The sender stops by itself now, not for want of room.
-    pub(super) fn limited(&mut self) {
+    pub fn limited(&mut self) {
         self.limited_until = (self.delivered + self.under_way).max(1);
     }
 
     /// Notes the receipts of the next `frames` frames. Returns whether the least round trip was
     /// measured anew.
-    pub(super) fn receipts(&mut self, now: u64, frames: u64) -> bool {
+    pub fn receipts(&mut self, now: u64, frames: u64) -> bool {
         let probed_at = self.probed_at;
         for _ in 0..frames {
             let Some(frame) = self.frames.pop_front() else {
@@ -322,7 +325,8 @@ impl Governor {
     }
 
     /// The measured rate in bytes a second. 0 before the first receipt.
-    pub(super) fn rate(&self) -> u64 {
+    #[must_use]
+    pub fn rate(&self) -> u64 {
         self.rates[0].max(self.rates[1])
     }
 

@@ -57,6 +57,7 @@ mod model;
 pub use check::{Checked, check};
 pub use commands::SourceSession;
 pub use config::{Connect, Route, SourceConfig, SourceFailure, SourceVm};
+pub use governor::Governor;
 pub(crate) use setup::offer;
 pub use urgent::URGENT_SPIN;
 

@@ -29,11 +29,13 @@ pub enum Role {
     Urgent = 1,
     /// Carries frames of pages.
     Bulk = 2,
+    /// Carries streams of another program, not a VM of ours.
+    Tunnel = 3,
 }
 
 impl Role {
     /// Every role, in the order of their numbers.
-    pub const ALL: [Self; 3] = [Self::Control, Self::Urgent, Self::Bulk];
+    pub const ALL: [Self; 4] = [Self::Control, Self::Urgent, Self::Bulk, Self::Tunnel];
 
     /// Returns the role of this number, or `None` if there is none.
     #[must_use]
@@ -48,6 +50,7 @@ impl fmt::Display for Role {
             Self::Control => "control",
             Self::Urgent => "urgent",
             Self::Bulk => "bulk",
+            Self::Tunnel => "tunnel",
         })
     }
 }
@@ -77,10 +80,15 @@ impl ChannelKey {
         }
     }
 
-    /// Whether this channel opens its session: it is the first control channel.
+    /// Whether this channel opens its session: it is the first control channel, or the first
+    /// connection of the first channel of a tunnel.
     #[must_use]
     pub const fn opens_session(&self) -> bool {
-        matches!(self.role, Role::Control) && self.generation == 1
+        match self.role {
+            Role::Control => self.generation == 1,
+            Role::Tunnel => self.index == 0 && self.generation == 1 && self.incarnation == 1,
+            Role::Urgent | Role::Bulk => false,
+        }
     }
 }
 

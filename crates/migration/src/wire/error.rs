@@ -140,7 +140,10 @@ pub(crate) fn reserved_zero(
 }
 
 /// Refuses a number outside `min..=max`.
-pub(crate) fn in_range(
+///
+/// # Errors
+/// [`WireError::OutOfRange`].
+pub fn in_range(
     what: &'static str,
     field: &'static str,
     value: u64,

@@ -214,7 +214,7 @@ impl FrameType {
         match role {
             Role::Control => !matches!(self, Self::Pages | Self::Receipt),
             Role::Bulk => matches!(self, Self::Pages | Self::Receipt | Self::Alive),
-            Role::Urgent => false,
+            Role::Urgent | Role::Tunnel => false,
         }
     }
 

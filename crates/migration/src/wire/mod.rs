@@ -46,7 +46,7 @@ pub use channel_id::ChannelId;
 pub use channel_key::{ChannelKey, Role, SessionId};
 pub use checksum::FrameHasher;
 pub use device::{DeviceEntry, DeviceState};
-pub use error::WireError;
+pub use error::{WireError, in_range};
 pub use error_message::{ErrorCode, ErrorMessage};
 pub use frame::Frame;
 pub use frame_type::{FrameType, Side};

@@ -1,0 +1,153 @@
+//! Streams over a network that fails, by seeded schedules and at chosen moments.
+
+use crate::scene::{LIMIT, Scene, exchange, quick};
+use pageferry_bridge::tunnel::{Config, Event, Failure};
+use pageferry_testkit::shaper::{Plan, Schedule, Shaper, Which};
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+/// A tunnel through a network that fails on demand.
+fn through_shaper(config: &Config) -> (Scene, Shaper) {
+    let mut shaper = None;
+    let scene = Scene::new(config, |far| {
+        let made = Shaper::start(far, Plan::default()).unwrap();
+        let address = made.addr();
+        shaper = Some(made);
+        address
+    });
+    (scene, shaper.unwrap())
+}
+
+/// The seeds of schedules: `PAGEFERRY_TUNNEL_SCHEDULES` is a number, or a range.
+fn seeds(few: u64) -> std::ops::Range<u64> {
+    let Ok(text) = std::env::var("PAGEFERRY_TUNNEL_SCHEDULES") else {
+        return 0..few;
+    };
+    let number = |text: &str| {
+        text.parse()
+            .expect("a number of schedules, or a range A..B")
+    };
+    match text.split_once("..") {
+        None => 0..number(&text),
+        Some((from, to)) => number(from)..number(to),
+    }
+}
+
+#[test]
+fn seeded_schedules_lose_no_byte() {
+    for seed in seeds(4) {
+        let (scene, shaper) = through_shaper(&quick());
+        // Enough for the whole schedule at the rate that the faults leave.
+        shaper.throttle(Some(20 << 20));
+        let pairs: Vec<_> = (0..3).map(|_| scene.pair()).collect();
+        let schedule = Schedule::random(seed, Duration::from_secs(2));
+        shaper.play(&schedule);
+        std::thread::scope(|scope| {
+            for (number, pair) in pairs.iter().enumerate() {
+                let seed = seed * 100 + number as u64 * 10;
+                scope.spawn(move || exchange(pair, seed, (8 << 20, 1 << 20)));
+            }
+        });
+        drop(pairs);
+        let ends = (scene.near_log.end(1).0, scene.far_log.end(1).0);
+        assert_eq!(ends, (Ok(()), Ok(())), "seed {seed}: {schedule:?}");
+    }
+}
+
+#[test]
+fn a_frozen_network_is_left_and_found_again() {
+    let (scene, shaper) = through_shaper(&quick());
+    let (near, far) = scene.pair();
+    (&near).write_all(b"before").unwrap();
+    let mut got = [0; 6];
+    (&far).read_exact(&mut got).unwrap();
+    shaper.freeze(Which::All, pageferry_testkit::shaper::Direction::Both);
+    (&near).write_all(b"during").unwrap();
+    scene
+        .near_log
+        .wait_for(|event| matches!(event, Event::Lost(_)));
+    scene
+        .far_log
+        .wait_for(|event| matches!(event, Event::Lost(_)));
+    let state = &scene.near.sessions()[0];
+    assert_eq!((state.links.0, state.losses), (0, 1));
+    assert!(state.lost_for.is_some());
+    shaper.heal();
+    let began = Instant::now();
+    (&far).read_exact(&mut got).unwrap();
+    assert_eq!(&got, b"during");
+    assert!(
+        began.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        began.elapsed()
+    );
+    drop((near, far));
+    let (end, state) = scene.near_log.end(1);
+    assert_eq!((end, state.losses), (Ok(()), 1));
+    assert!(state.longest_loss > Duration::ZERO);
+}
+
+#[test]
+fn a_far_end_that_is_gone_for_good_is_given_up() {
+    let mut config = quick();
+    config.patience.give_up_after = Some(Duration::from_millis(600));
+    let (scene, shaper) = through_shaper(&config);
+    let (near, far) = scene.pair();
+    shaper.refuse(true);
+    shaper.reset(Which::All);
+    let mut rest = Vec::new();
+    (&near).read_to_end(&mut rest).unwrap();
+    (&far).read_to_end(&mut rest).unwrap();
+    for log in [&scene.near_log, &scene.far_log] {
+        let (end, _) = log.end(1);
+        assert!(matches!(end, Err(Failure::GaveUp { .. })), "{end:?}");
+    }
+    assert!(rest.is_empty());
+}
+
+#[test]
+fn a_far_end_that_was_never_there_is_told_to_the_vmm() {
+    let mut config = quick();
+    config.patience.connect = Duration::from_millis(300);
+    let (scene, shaper) = through_shaper(&config);
+    shaper.refuse(true);
+    let began = Instant::now();
+    let mut rest = Vec::new();
+    (&scene.open()).read_to_end(&mut rest).unwrap();
+    assert!(began.elapsed() < LIMIT / 4);
+    let (end, _) = scene.near_log.end(1);
+    assert!(matches!(end, Err(Failure::Unreachable(_))), "{end:?}");
+    // The next attempt finds it.
+    shaper.refuse(false);
+    let pair = scene.pair();
+    exchange(&pair, 1, (1000, 1000));
+    drop(pair);
+    assert_eq!(scene.near_log.end(2).0, Ok(()));
+}
+
+#[test]
+fn a_far_end_that_was_started_again_has_forgotten_the_session() {
+    let (scene, shaper) = through_shaper(&quick());
+    let (near, _far) = scene.pair();
+    let Scene {
+        far,
+        near_log,
+        near: end,
+        ..
+    } = scene;
+    shaper.refuse(true);
+    shaper.reset(Which::All);
+    near_log.wait_for(|event| matches!(event, Event::Lost(_)));
+    drop(far);
+    let again = Scene::new(&quick(), |far| far);
+    shaper.point_to(crate::scene::socket_of(again.far.address()));
+    shaper.refuse(false);
+    let (failed, _) = near_log.end(1);
+    let Err(Failure::Refused(why)) = failed else {
+        panic!("{failed:?}");
+    };
+    assert!(why.contains("forgotten"), "{why}");
+    let mut rest = Vec::new();
+    (&near).read_to_end(&mut rest).unwrap();
+    drop(end);
+}

@@ -1,0 +1,249 @@
+//! The states and events of tunnels, for people, as JSON and for Prometheus.
+
+use crate::size::human;
+use pageferry_bridge::tunnel::{Event, Failure, SessionState};
+use serde_json::{Value, json};
+use std::fmt::Write;
+use std::time::Duration;
+
+fn ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// A session as JSON.
+pub(super) fn json(state: &SessionState) -> Value {
+    let (sent, received) = state.bytes();
+    let streams: Vec<Value> = state
+        .streams
+        .iter()
+        .map(|stream| {
+            json!({
+                "number": stream.number,
+                "kind": stream.kind.name(),
+                "sent_bytes": stream.sent,
+                "received_bytes": stream.received,
+                "kept_bytes": stream.kept,
+                "over": stream.over,
+            })
+        })
+        .collect();
+    json!({
+        "route": state.route.as_str(),
+        "session": state.session,
+        "peer": state.peer,
+        "streams": streams,
+        "sent_bytes": sent,
+        "received_bytes": received,
+        "rate": state.rate,
+        "connections": state.links.0,
+        "connections_wanted": state.links.1,
+        "kept_bytes": state.kept.0,
+        "waiting_bytes": state.kept.1,
+        "most_kept_bytes": state.most_kept,
+        "lost_for_ms": state.lost_for.map(ms),
+        "losses": state.losses,
+        "longest_loss_ms": ms(state.longest_loss),
+        "runs_for_ms": ms(state.runs_for),
+    })
+}
+
+/// The name of an event and what belongs to it.
+pub(super) fn event(event: &Event) -> Value {
+    match event {
+        Event::Began => json!("began"),
+        Event::Opened(stream) => json!({ "opened": { "stream": stream } }),
+        Event::Lost(why) => json!({ "lost": { "why": why } }),
+        Event::Back(after) => json!({ "back": { "after_ms": ms(*after) } }),
+        Event::Ended => json!("ended"),
+        Event::Failed(why) => json!({ "failed": { "why": why.to_string() } }),
+        Event::Stranger(who) => json!({ "stranger": { "who": who } }),
+        _ => Value::Null,
+    }
+}
+
+/// What people are told of an event at once. Results come by themselves.
+pub(super) fn told(session: Option<&SessionState>, event: &Event) -> Option<String> {
+    let route = session
+        .map(|state| state.route.as_str())
+        .unwrap_or_default();
+    Some(match event {
+        Event::Opened(1) => format!("{route}: a migration begins"),
+        Event::Lost(why) => format!("{route}: the connections broke, opening new ones: {why}"),
+        Event::Back(after) => format!("{route}: connected again after {} ms", after.as_millis()),
+        Event::Stranger(who) => format!("refused a stranger: {who}"),
+        _ => return None,
+    })
+}
+
+/// The result of a migration as JSON.
+pub(super) fn result(state: &SessionState, failure: Option<&Failure>) -> Value {
+    let mut value = json(state);
+    value["error"] = failure.map(ToString::to_string).into();
+    value
+}
+
+/// The result of a migration, for people.
+pub(super) fn summary(state: &SessionState, failure: Option<&Failure>) -> String {
+    let mut text = about(state);
+    let end = match failure {
+        None => "all streams have ended".to_owned(),
+        Some(why) => format!("failed: {why}"),
+    };
+    let seconds = state.runs_for.as_secs_f64();
+    // Writing to a string cannot fail.
+    let _ = write!(text, ", {seconds:.1} s");
+    if state.losses > 0 {
+        let longest = state.longest_loss.as_secs_f64();
+        let _ = write!(
+            text,
+            ", connections lost {} times, for {longest:.1} s at most",
+            state.losses
+        );
+    }
+    format!("{text}: {end}\n")
+}
+
+fn about(state: &SessionState) -> String {
+    let (sent, received) = state.bytes();
+    let count = state.streams.len();
+    let s = if count == 1 { "" } else { "s" };
+    format!(
+        "{}: {count} stream{s}, {} sent, {} received",
+        state.route,
+        human(sent),
+        human(received)
+    )
+}
+
+/// The status of a tunnel in one line.
+pub(crate) fn line(tunnel: &Value) -> String {
+    let sessions = tunnel["sessions"]
+        .as_array()
+        .map(Vec::as_slice)
+        .unwrap_or_default();
+    if sessions.is_empty() {
+        return tunnel["about"].as_str().unwrap_or_default().to_owned();
+    }
+    let lines: Vec<String> = sessions.iter().map(session).collect();
+    lines.join("; ")
+}
+
+/// A session in one line.
+fn session(session: &Value) -> String {
+    let number = |key: &str| session[key].as_u64().unwrap_or(0);
+    let mut text = format!(
+        "{}: {} sent, {} received",
+        session["route"].as_str().unwrap_or_default(),
+        human(number("sent_bytes")),
+        human(number("received_bytes")),
+    );
+    if number("rate") > 0 {
+        let _ = write!(text, ", {}/s", human(number("rate")));
+    }
+    if let Some(ms) = session["lost_for_ms"].as_u64() {
+        let _ = write!(text, ", no connection for {} s", ms / 1000);
+    }
+    text
+}
+
+/// The status of a tunnel as a table.
+pub(crate) fn table(status: &Value) -> String {
+    let tunnel = &status["tunnel"];
+    let mut text = String::new();
+    let mut row = |name: &str, value: &str| {
+        let _ = writeln!(text, "  {name:<12}{value}");
+    };
+    row("tunnel", tunnel["about"].as_str().unwrap_or_default());
+    for one in tunnel["sessions"].as_array().into_iter().flatten() {
+        row("session", &session(one));
+        let peer = one["peer"].as_str().unwrap_or("nobody yet");
+        let connections = format!(
+            "{} of {} with {peer}, lost {} times",
+            one["connections"], one["connections_wanted"], one["losses"]
+        );
+        row("", &connections);
+        for stream in one["streams"].as_array().into_iter().flatten() {
+            let number = |key: &str| stream[key].as_u64().unwrap_or(0);
+            let end = if stream["over"] == true {
+                ", ended"
+            } else {
+                ""
+            };
+            let text = format!(
+                "{} ({}): {} sent, {} received{end}",
+                number("number"),
+                stream["kind"].as_str().unwrap_or_default(),
+                human(number("sent_bytes")),
+                human(number("received_bytes")),
+            );
+            row("stream", &text);
+        }
+    }
+    let seconds = status["uptime_ms"].as_u64().unwrap_or(0) / 1000;
+    row("process", &format!("{}, for {seconds} s", status["pid"]));
+    text
+}
+
+/// The metrics of a tunnel.
+pub(super) fn metrics(sessions: &[SessionState]) -> String {
+    let mut page = crate::metrics::Page::with_build();
+    page.family("tunnel_sessions", "gauge", "Migrations under way.");
+    page.sample("tunnel_sessions", "", sessions.len());
+    type Of = fn(&SessionState) -> u64;
+    let families: [(&str, &str, &str, Of); 8] = [
+        (
+            "sent_bytes_total",
+            "counter",
+            "Bytes that this end's VMM has written.",
+            |s| s.bytes().0,
+        ),
+        (
+            "received_bytes_total",
+            "counter",
+            "Bytes that it was given.",
+            |s| s.bytes().1,
+        ),
+        ("streams", "gauge", "Streams.", |s| s.streams.len() as u64),
+        ("connections", "gauge", "Connections that work.", |s| {
+            s.links.0.into()
+        }),
+        (
+            "losses_total",
+            "counter",
+            "How often all connections were lost.",
+            |s| s.losses,
+        ),
+        (
+            "lost_milliseconds",
+            "gauge",
+            "The time without any connection until now.",
+            |s| ms(s.lost_for.unwrap_or_default()),
+        ),
+        (
+            "kept_bytes",
+            "gauge",
+            "Bytes that are kept until they are delivered.",
+            |s| s.kept.0,
+        ),
+        (
+            "waiting_bytes",
+            "gauge",
+            "Bytes that wait for the VMM.",
+            |s| s.kept.1,
+        ),
+    ];
+    for (name, kind, help, of) in families {
+        let name = format!("tunnel_session_{name}");
+        page.family(&name, kind, help);
+        for state in sessions {
+            let route = state
+                .route
+                .as_str()
+                .replace('\\', "\\\\")
+                .replace('"', "\\\"");
+            let labels = format!("route=\"{route}\",session=\"{}\"", state.session);
+            page.sample(&name, &labels, of(state));
+        }
+    }
+    page.finish()
+}
