@@ -49,6 +49,8 @@ mod soft;
 #[cfg(feature = "benchmarks")]
 mod states;
 #[cfg(feature = "benchmarks")]
+pub mod tunnel;
+#[cfg(feature = "benchmarks")]
 mod vm;
 
 #[cfg(feature = "benchmarks")]

@@ -159,6 +159,18 @@ impl Machine {
         Ok(Control::parse(&bytes).ok())
     }
 
+    /// The progress of a vCPU, for another thread.
+    ///
+    /// # Errors
+    /// If this process has too many files.
+    pub(crate) fn progress(&self, vcpu: u32) -> Result<Progress, BenchError> {
+        let memory = self.memory.try_clone();
+        Ok(Progress {
+            memory: memory.map_err(os("cannot open the memory of QEMU's guest again"))?,
+            page: self.program.control_page(vcpu),
+        })
+    }
+
     /// Ends QEMU, and reads what it has traced.
     ///
     /// # Errors
@@ -203,6 +215,22 @@ impl Machine {
             }
         }
         Ok(set)
+    }
+}
+
+/// The progress of a vCPU.
+pub(crate) struct Progress {
+    memory: File,
+    page: RamPage,
+}
+
+impl Progress {
+    /// The pages it has done. It is 0 while its control page has not arrived.
+    pub(crate) fn done(&self) -> u64 {
+        let mut bytes = [0; PAGE_SIZE as usize];
+        let read = boot::read_page(&self.memory, self.page, &mut bytes);
+        let control = read.ok().and_then(|()| Control::parse(&bytes).ok());
+        control.map_or(0, |control| control.done)
     }
 }
 

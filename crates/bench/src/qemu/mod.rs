@@ -11,11 +11,14 @@
 mod boot;
 mod machine;
 mod monitor;
+mod postcopy;
 mod trace;
 mod version;
 
 pub(crate) use boot::MAX_MEMORY;
 pub use machine::Machine;
+pub(crate) use machine::Progress;
+pub(crate) use postcopy::{Pair, Streams};
 pub use trace::Traced;
 pub use version::{PROGRAM, Qemu};
 

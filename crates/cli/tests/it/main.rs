@@ -11,6 +11,8 @@ mod bench_dirty_log;
 mod bench_linux;
 #[cfg(feature = "bench")]
 mod bench_postcopy_latency;
+#[cfg(feature = "bench")]
+mod bench_tunnel;
 mod check;
 mod console;
 mod control;
