@@ -54,6 +54,8 @@ mod snapshot;
 mod support;
 mod terminal;
 mod trust;
+#[cfg(feature = "bench")]
+mod tunnel_qemu;
 mod two_hosts;
 mod two_processes;
 mod watch;
