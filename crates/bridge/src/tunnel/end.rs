@@ -347,12 +347,7 @@ impl End {
     }
 
     fn data(&mut self, number: u32, part: Part) -> Result<(), ProtocolError> {
-        if self.side == Side::Far && number > self.count() {
-            self.streams_opened(number)?;
-        }
-        if !self.streams.contains_key(&number) {
-            return Err(ProtocolError::NoStream(number));
-        }
+        self.know(number)?;
         let window = self.limits.window.max(LEAST_SHARE);
         let taken = self.change(number, |stream| Some(stream.input.take(part, window)));
         taken
@@ -372,9 +367,7 @@ impl End {
     }
 
     fn delivered(&mut self, told: &Delivered) -> Result<(), ProtocolError> {
-        if !self.streams.contains_key(&told.stream) {
-            return Err(ProtocolError::NoStream(told.stream));
-        }
+        self.know(told.stream)?;
         let taken = self.change(told.stream, |stream| Some(stream.out.delivered(told)));
         taken
             .unwrap_or(Ok(()))
@@ -382,6 +375,18 @@ impl End {
                 stream: told.stream,
                 source,
             })
+    }
+
+    /// A record is about a stream. It may come before the word that the stream was opened, since
+    /// that is said on every connection by itself.
+    fn know(&mut self, number: u32) -> Result<(), ProtocolError> {
+        if self.side == Side::Far {
+            return self.streams_opened(number.max(self.count()));
+        }
+        match self.streams.contains_key(&number) {
+            true => Ok(()),
+            false => Err(ProtocolError::NoStream(number)),
+        }
     }
 
     fn streams_opened(&mut self, count: u32) -> Result<(), ProtocolError> {

@@ -33,6 +33,8 @@ pub mod end;
 mod far;
 mod flow;
 mod link;
+#[cfg(test)]
+mod model;
 mod near;
 mod recognise;
 #[doc(hidden)]

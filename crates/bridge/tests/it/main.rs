@@ -3,3 +3,4 @@
 mod scene;
 mod tunnel;
 mod tunnel_faults;
+mod tunnel_hostile;
