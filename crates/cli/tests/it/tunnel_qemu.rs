@@ -123,10 +123,15 @@ impl Pair {
     /// Both ends have completed, the guest goes on, and its memory is right.
     #[track_caller]
     fn assert_moved(mut self) {
-        wait_until("the end of the migration", || {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
             let states = self.states().expect("no failure");
-            states.iter().all(|state| state == "completed")
-        });
+            if states.iter().all(|state| state == "completed") {
+                break;
+            }
+            assert!(Instant::now() < deadline, "the states are {states:?}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
         self.destination.call("cont", json!({})).expect("it runs");
         let done = control(&self.destination).expect("it has arrived").done;
         wait_until("the guest to go on", || {
@@ -310,6 +315,22 @@ const QUICK: u64 = 5;
 /// The cases that run at the same time. They mostly wait.
 const AT_ONCE: usize = 2;
 
+/// The longest wait for the end of a migration after the fault.
+const PATIENCE: Duration = Duration::from_secs(100);
+
+/// Shows what tunnels have said if the test panics.
+struct Shown<'a>(&'a Tunnels);
+
+impl Drop for Shown<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            for tunnel in [&self.0.source, &self.0.destination] {
+                println!("{}{}", tunnel.said(), tunnel.said_on_stderr());
+            }
+        }
+    }
+}
+
 /// A pair of tunnels.
 struct Tunnels {
     source: Process,
@@ -362,6 +383,7 @@ fn play(qemu: &Qemu, chosen: Chosen) {
     let direct = SocketAddr::from((hosts.address(Host::B), PORT));
     let to = shaper.as_ref().map_or(direct, Shaper::addr);
     let tunnels = Tunnels::start(&hosts, to);
+    let shown = Shown(&tunnels);
     let mut pair = Pair::start(qemu, &hosts, chosen.way);
     let unix = |name| format!("unix:{}", tunnels.dir.path(name).display());
     let switches_late = !chosen.in_postcopy && chosen.over_switch;
@@ -411,6 +433,7 @@ fn play(qemu: &Qemu, chosen: Chosen) {
         pair.switch_over(chosen.way);
     }
     pair.assert_moved();
+    drop(shown);
     tunnels.assert_ended();
 }
 
