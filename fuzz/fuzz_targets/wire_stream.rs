@@ -7,8 +7,9 @@
 
 use libfuzzer_sys::fuzz_target;
 use pageferry_migration::wire::{
-    DESCRIPTOR_BYTES, Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DATA_PAGES,
-    MAX_MISSING_RUNS, MAX_RUNS, MissingRuns, Role, RunKind, RunList, Side, WireError,
+    DESCRIPTOR_BYTES, Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_CONFIRMED_PAGES,
+    MAX_DATA_PAGES, MAX_MISSING_RUNS, MAX_RUNS, MissingRuns, Role, RunKind, RunList, Side,
+    WireError,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -65,6 +66,12 @@ fn try_read(bytes: &[u8], from: Side, on: Role, memory_pages: u64) -> Result<(),
     let list = RunList::decode(&header, descriptors, memory_pages)?;
     assert!(list.runs().len() <= MAX_RUNS && list.data_pages() as usize <= MAX_DATA_PAGES);
     assert_eq!(len + list.data_bytes(), header.payload_len as usize);
+    let of_kind = |kind: RunKind| list.runs().iter().filter(move |run| run.kind == kind);
+    let confirmed: u64 = of_kind(RunKind::Confirmed)
+        .map(|run| u64::from(run.pages))
+        .sum();
+    assert_eq!(confirmed, u64::from(list.confirmed_pages()));
+    assert!(confirmed <= MAX_CONFIRMED_PAGES as u64);
     let mut end = 0;
     let mut bytes_of_data = 0;
     for run in list.runs() {

@@ -4,7 +4,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use pageferry_migration::wire::{
-    PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply,
+    PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply, urgent_reply_confirmed,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -24,7 +24,7 @@ fuzz_target!(|data: &[u8]| {
     let mut sealed = head;
     let covered = [&head[..4], &head[8..]].concat();
     let covered = match head[0] {
-        2 => [&covered[..], &page].concat(),
+        2 | 7 => [&covered[..], &page].concat(),
         _ => covered,
     };
     sealed[4..8].copy_from_slice(&(xxh3_64(&covered) as u32).to_le_bytes());
@@ -41,12 +41,12 @@ fn read(bytes: &[u8; URGENT_BYTES], from: Side, memory_pages: u64, page: &[u8; P
         Err(error) => return drop(error.to_string()),
     };
     assert!(message.kind.is_sent_by(from));
-    let has_page = matches!(
+    let is_answer = matches!(
         message.kind,
-        UrgentKind::Request | UrgentKind::Page | UrgentKind::Zero
+        UrgentKind::Page | UrgentKind::Zero | UrgentKind::Confirmed
     );
+    let has_page = is_answer || message.kind == UrgentKind::Request;
     assert!(message.page.0 < memory_pages || !has_page && message.page.0 == 0);
-    let is_answer = matches!(message.kind, UrgentKind::Page | UrgentKind::Zero);
     assert!(is_answer || message.at_source.is_none());
     assert_eq!(message.placed > 0, message.kind == UrgentKind::Receipt);
     let again = match message.kind {
@@ -57,7 +57,10 @@ fn read(bytes: &[u8; URGENT_BYTES], from: Side, memory_pages: u64, page: &[u8; P
         UrgentKind::Page if message.verify_page(page).is_ok() => {
             urgent_reply(message.page, Some(page), message.at_source)
         }
-        UrgentKind::Page => return,
+        UrgentKind::Confirmed if message.verify_page(page).is_ok() => {
+            urgent_reply_confirmed(message.page, page, message.at_source)
+        }
+        UrgentKind::Page | UrgentKind::Confirmed => return,
     };
     assert_eq!(again, *bytes);
 }

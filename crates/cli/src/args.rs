@@ -12,7 +12,7 @@ use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
-use pageferry_migration::{CpuList, Limits, Settings, SourceConfig, Switch};
+use pageferry_migration::{CpuList, Limits, Settings, SourceConfig, Switch, Tracking};
 use pageferry_pager::Background;
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -486,6 +486,14 @@ pub(crate) struct ChannelArgs {
     /// about the longest wait of urgent pages behind them; 50us at least
     #[arg(long, default_value = "100us", value_name = "TIME", value_parser = queue)]
     pub(crate) queue: Duration,
+    /// How changed pages are found: by the engine's dirty log, or by hashes of what was sent.
+    /// Hashes confirm unchanged pages after the switch-over
+    #[arg(long, default_value = "log", value_name = "log|hash", value_parser = track)]
+    pub(crate) track: String,
+}
+
+fn track(text: &str) -> Result<String, String> {
+    text.parse::<Tracking>().map(|_| text.to_owned())
 }
 
 pub(crate) fn queue(text: &str) -> Result<Duration, String> {

@@ -65,9 +65,9 @@ Exit codes:
    8  the peer refused (mismatched machine, busy, its limits), or --expect-... of a snapshot did
    9  cancelled (Ctrl-C); before the switch-over the VM runs on at the source
   10  the migration ended after the switch-over: the VM at the destination is incomplete
-  11  no VM answers on that control socket
+  11  no VM answers on that control socket, or no VMM listens for a tunnel
   12  this host or the peer's refused something (the message says what), or a bug
-  13  the connection broke before the switch-over: the VM runs on at the source
+  13  the connection broke before the switch-over: the VM runs on at the source; a tunnel gave up
   14  the guest stopped, asked for a reboot, or makes no progress
   15  this host is too busy to measure: try again when it is idle
   16  a certificate or proof was refused, or TLS is required: the VM is untouched

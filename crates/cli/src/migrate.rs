@@ -155,6 +155,7 @@ fn options(args: &MigrateArgs) -> MigrateOptions {
         channels: Some(args.channels.channels),
         urgent_channels: Some(args.channels.urgent_channels),
         queue_us: Some(args.channels.queue.as_micros() as u64),
+        track: Some(args.channels.track.clone()),
         dead_after_ms: args.limits.dead_after.map(ms),
         give_up_after_ms: args.limits.give_up_after.map(ms),
         tls: args.tls.options(),

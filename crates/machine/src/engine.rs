@@ -227,6 +227,12 @@ pub trait Machine: Send + Sync {
         None
     }
 
+    /// Whether the machine knows which pages vCPUs write. A source that moves a machine without a
+    /// dirty log never calls [`Machine::set_dirty_log`] and [`Machine::harvest_dirty`].
+    fn has_dirty_log(&self) -> bool {
+        true
+    }
+
     /// Starts or stops logging of the pages that vCPUs and the VMM write.
     ///
     /// When this returns after `on`, every later write of a vCPU or by [`GuestRam::write`] is in
@@ -297,6 +303,9 @@ pub trait Machine: Send + Sync {
 
     /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::unchecked`])
     /// and then calls [`Machine::install`]. Otherwise it passes them to [`Machine::install_copy`].
+    ///
+    /// A machine that receives in place also keeps the bytes that came before
+    /// [`Machine::begin_postcopy`], of missing pages too: a source may confirm them.
     fn receives_in_place(&self) -> bool {
         true
     }

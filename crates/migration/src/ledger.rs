@@ -207,6 +207,20 @@ impl Ledger {
         }
     }
 
+    /// Acknowledges claimed pages that are in no message: the destination has their bytes. Returns
+    /// their number.
+    pub(crate) fn acknowledge(&self, pages: Range<usize>) -> usize {
+        let count = pages.len();
+        for (word, mask) in masks(pages) {
+            self.in_flight.take_word(word, mask);
+        }
+        self.in_flight_count
+            .fetch_sub(count as i64, Ordering::SeqCst);
+        self.unacknowledged
+            .fetch_sub(count as i64, Ordering::SeqCst);
+        count
+    }
+
     /// The number of messages of `channel` without a receipt.
     pub(crate) fn without_receipt(&self, channel: usize) -> usize {
         self.queue(channel).len()

@@ -87,7 +87,7 @@ pub use saved::{MAX_SAVED_BYTES, SavedVm, Stopped};
 pub use settings::{Change, Settings, SettingsError, Switch};
 pub use source::{
     Checked, Connect, Governor, Route, SourceConfig, SourceFailure, SourceSession, SourceVm,
-    URGENT_SPIN, check, migrate,
+    Tracking, URGENT_SPIN, check, migrate,
 };
 pub use status::SessionStatus;
 pub use vm::RunningVm;

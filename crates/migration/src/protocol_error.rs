@@ -76,6 +76,12 @@ pub enum ProtocolError {
         /// The pages named, or found missing here.
         found: u64,
     },
+    /// A confirmation of a page whose bytes this side has not kept.
+    #[error(
+        "it confirmed a page before the switch-over, or to a machine that keeps no bytes of missing \
+         pages: it must send the bytes"
+    )]
+    CannotConfirm,
     /// SwitchOver before this side had its memory.
     #[error("it sent SwitchOver before this side was ready")]
     SwitchOverTooEarly,

@@ -11,12 +11,15 @@ use std::time::Duration;
 pub struct PageCounts {
     /// Sent with their bytes in pre-copy.
     pub precopy: u64,
-    /// Sent on an urgent channel, with their bytes or as zero.
+    /// Sent on an urgent channel, with their bytes, as zero, or confirmed.
     pub urgent: u64,
     /// Sent with their bytes by the background push.
     pub background: u64,
     /// Sent as zero on a bulk channel, in any phase.
     pub zero: u64,
+    /// Confirmed on any channel: the destination had the bytes already. Those on an urgent channel
+    /// count there too.
+    pub confirmed: u64,
 }
 
 /// The pages that the push sent early, since vCPUs seemed to be about to touch them.
@@ -112,6 +115,11 @@ pub struct SourceReport {
     pub devices: DeviceFigures,
     /// The number of pages missing when the guest started at the destination.
     pub missing_at_start: u64,
+    /// Pages that had been sent in pre-copy, had changed, and were sent with their bytes again
+    /// after the guest had stopped. Counted with [`Tracking::Hash`](crate::Tracking::Hash) only.
+    pub pages_resent: u64,
+    /// Bytes of pages that confirmations have saved.
+    pub bytes_saved: u64,
     /// Bytes of pages that the destination has acknowledged, without headers and descriptors. A
     /// page counts as often as it came.
     pub page_bytes: u64,
@@ -141,6 +149,8 @@ pub struct PassFigures {
     /// The time until the destination had all of them.
     pub took: Duration,
     /// The pages that the guest had dirtied by its end, and that the destination thus lacks.
+    /// Without a dirty log nobody knows them: then these are the pages that had changed since the
+    /// pass before, or all pages.
     pub left: u64,
 }
 

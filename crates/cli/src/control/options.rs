@@ -62,6 +62,9 @@ pub(crate) struct MigrateOptions {
     /// See [`SourceConfig::queue`], in microseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) queue_us: Option<u64>,
+    /// See [`SourceConfig::tracking`]: `log` or `hash`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) track: Option<String>,
     /// See [`Limits::dead_after`], in milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) dead_after_ms: Option<u64>,
@@ -162,6 +165,10 @@ impl MigrateOptions {
                 Some(us) => check_queue(Duration::from_micros(us))?,
                 None => defaults.queue,
             },
+            tracking: match self.track.as_deref() {
+                None => defaults.tracking,
+                Some(text) => text.parse()?,
+            },
             limits: limits(
                 self.dead_after_ms.map(Duration::from_millis),
                 self.give_up_after_ms.map(Duration::from_millis),
@@ -233,6 +240,10 @@ mod tests {
             (
                 change(|o| o.queue_us = Some(49)),
                 "a queue of 49us: choose 50us to 1s",
+            ),
+            (
+                change(|o| o.track = Some("dirty".into())),
+                "'dirty': expected log or hash",
             ),
             (change(|o| o.cpus = Some("3-1".into())), "runs backwards"),
             (change(|o| o.cpus = Some("1023".into())), "no CPU 1023"),

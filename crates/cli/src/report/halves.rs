@@ -19,6 +19,8 @@ pub(crate) struct Pages {
     urgent: u64,
     background: u64,
     zero: u64,
+    #[serde(default)]
+    confirmed: u64,
 }
 
 impl From<PageCounts> for Pages {
@@ -28,6 +30,7 @@ impl From<PageCounts> for Pages {
             urgent: counts.urgent,
             background: counts.background,
             zero: counts.zero,
+            confirmed: counts.confirmed,
         }
     }
 }
@@ -39,6 +42,7 @@ impl From<Pages> for PageCounts {
             urgent: pages.urgent,
             background: pages.background,
             zero: pages.zero,
+            confirmed: pages.confirmed,
         }
     }
 }
@@ -176,6 +180,12 @@ pub(crate) struct Sent {
     pub(crate) devices: (u64, u64, u64),
     /// Pages missing when the destination started.
     pub(crate) missing_at_start: u64,
+    /// Pages that had changed since pre-copy, and were sent again behind the switch-over.
+    #[serde(default)]
+    pub(crate) pages_resent: u64,
+    /// Bytes of pages that confirmations have saved.
+    #[serde(default)]
+    pub(crate) bytes_saved: u64,
     /// Bytes of pages that the destination has acknowledged.
     pub(crate) page_bytes: u64,
     /// The part of them that the background push sent.
@@ -220,6 +230,8 @@ impl Sent {
                 ns(report.devices.took),
             ),
             missing_at_start: report.missing_at_start,
+            pages_resent: report.pages_resent,
+            bytes_saved: report.bytes_saved,
             page_bytes: report.page_bytes,
             background_bytes: report.background_bytes,
             background_ns: ns(report.background_took),

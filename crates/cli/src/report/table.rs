@@ -206,6 +206,17 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
                 prefetch.in_time, prefetch.unconfirmed, prefetch.late
             ),
         );
+        if pages.confirmed > 0 {
+            row(
+                "confirmed",
+                format!(
+                    "{} pages, {} not sent again; {} pages had changed",
+                    pages.confirmed,
+                    human(sent.bytes_saved),
+                    sent.pages_resent
+                ),
+            );
+        }
         row(
             "missing at the start",
             format!("{} pages", sent.missing_at_start),

@@ -44,6 +44,7 @@ fn report() -> Report {
                 urgent: 100,
                 background: 1900,
                 zero: 192,
+                confirmed: 70,
             }),
             prefetch: Prefetch {
                 in_time: 30,
@@ -52,6 +53,8 @@ fn report() -> Report {
             },
             devices: (2, 16, 1_500_000),
             missing_at_start: 2000,
+            pages_resent: 12,
+            bytes_saved: 70 << 12,
             page_bytes: 40 << 20,
             background_bytes: 7 << 20,
             background_ns: 90_000_000,
@@ -194,9 +197,11 @@ fn json_has_the_keys_that_programs_rely_on() {
     ] {
         assert!(!json[key].is_null(), "{key}");
     }
-    for key in ["precopy", "urgent", "background", "zero"] {
+    for key in ["precopy", "urgent", "background", "zero", "confirmed"] {
         assert!(json["pages"][key].is_u64(), "{key}");
     }
+    assert_eq!(json["pages_resent"], 12);
+    assert_eq!(json["bytes_saved"], 70 << 12);
     let prefetch = serde_json::json!({"in_time": 30, "unconfirmed": 8, "late": 2});
     assert_eq!(json["prefetch"], prefetch);
     let passes = serde_json::json!([{"pages": 8192, "ms": 100.0, "left": 1900}]);

@@ -18,7 +18,7 @@ use std::time::Duration;
 )]
 pub(crate) struct TunnelArgs {
     /// At the source: where the VMM connects, such as unix:/run/vm.sock
-    #[arg(long, value_name = "ADDR", requires = "to", conflicts_with = "routes")]
+    #[arg(long, value_name = "ADDR", conflicts_with = "routes")]
     pub(super) listen: Option<Address>,
     /// At the source: the address on which the other tunnel accepts
     #[arg(long, value_name = "HOST:PORT")]
@@ -27,12 +27,7 @@ pub(crate) struct TunnelArgs {
     #[arg(long, value_name = "HOST:PORT")]
     pub(super) accept: Option<Address>,
     /// At the destination: where the VMM listens, such as unix:/run/vm.sock
-    #[arg(
-        long,
-        value_name = "ADDR",
-        requires = "accept",
-        conflicts_with = "routes"
-    )]
+    #[arg(long, value_name = "ADDR", conflicts_with = "routes")]
     pub(super) connect: Option<Address>,
     /// A named way in place of --listen or --connect; may be given again. Both tunnels use the same
     /// names
@@ -99,6 +94,15 @@ fn window(text: &str) -> Result<u64, String> {
 }
 
 impl TunnelArgs {
+    /// Checks that the ways of the streams are those of this end.
+    pub(super) fn check(&self) -> Result<(), String> {
+        match (&self.to, &self.listen, &self.connect) {
+            (Some(_), _, Some(_)) => Err("--connect belongs to --accept: give --listen".into()),
+            (None, Some(_), _) => Err("--listen belongs to --to: give --connect".into()),
+            _ => Ok(()),
+        }
+    }
+
     /// The ways of the streams at this end.
     pub(super) fn routes(&self) -> Vec<Route> {
         match self.listen.as_ref().or(self.connect.as_ref()) {

@@ -127,6 +127,7 @@ impl Observer for Tells {
 /// # Errors
 /// Why it cannot listen; with `--once`, why the migration failed.
 pub(crate) fn tunnel(args: &TunnelArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    args.check().map_err(|why| Failure::new(Exit::Usage, why))?;
     let (sender, ended) = channel();
     let observer = Arc::new(Tells {
         events: args.events,

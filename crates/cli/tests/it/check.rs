@@ -37,13 +37,13 @@ fn a_plain_destination_is_checked_and_stays_ready() {
         let ended = checked(&source, &destination.address, &[]);
         ended.assert_ok();
         let says = format!(
-            "{} can take the VM: protocol version 5, plain, without TLS; nothing was moved\n",
+            "{} can take the VM: protocol version 6, plain, without TLS; nothing was moved\n",
             destination.address
         );
         assert_eq!(ended.stdout, says);
     }
     let json = checked(&source, &destination.address, &["--json".into()]).json();
-    assert_eq!((&json["version"], &json["tls"]), (&5.into(), &().into()));
+    assert_eq!((&json["version"], &json["tls"]), (&6.into(), &().into()));
     assert_eq!(status(&source.socket).unwrap()["state"], "running");
     assert_ready(source, destination, &[]);
 }
@@ -64,7 +64,7 @@ fn a_destination_with_tls_is_checked_by_its_name() {
     let flags = here.flags("there");
     let ended = checked(&source, &destination.address, &flags);
     ended.assert_ok();
-    let says = "protocol version 5, TLS 1.3 with `there`; nothing was moved";
+    let says = "protocol version 6, TLS 1.3 with `there`; nothing was moved";
     assert!(ended.stdout.contains(says), "{ended:?}");
     assert_ready(source, destination, &flags);
 }

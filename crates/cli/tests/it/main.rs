@@ -54,6 +54,7 @@ mod snapshot;
 mod support;
 mod terminal;
 mod trust;
+mod tunnel;
 #[cfg(feature = "bench")]
 mod tunnel_qemu;
 mod two_hosts;

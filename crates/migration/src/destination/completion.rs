@@ -237,6 +237,7 @@ impl Supervisor<'_, '_, '_> {
             urgent,
             background,
             zero: load(&self.link.inbound.zero_pages),
+            confirmed: load(&self.guest.core.confirmed_pages),
         }
     }
 }

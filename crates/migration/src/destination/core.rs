@@ -30,8 +30,9 @@ use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::mailbox::Mailbox;
 use crate::nap::sleep_on;
+use crate::protocol_error::ProtocolError;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, fence};
-use crate::wire::{PAGE_BYTES, UrgentMessage};
+use crate::wire::{PAGE_BYTES, UrgentKind, UrgentMessage};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Machine, MachineError};
 use pageferry_userfault::{Claim, PageBitmap};
@@ -66,6 +67,8 @@ pub(super) struct Core {
     repeat_due: AtomicBool,
     /// The number of pages that arrived on urgent channels.
     pub(super) urgent_pages: AtomicU64,
+    /// The number of pages that were confirmed, on any channel.
+    pub(super) confirmed_pages: AtomicU64,
 }
 
 impl Core {
@@ -91,6 +94,7 @@ impl Core {
             failure: Mutex::new(None),
             repeat_due: AtomicBool::new(false),
             urgent_pages: AtomicU64::new(0),
+            confirmed_pages: AtomicU64::new(0),
         })
     }
 
@@ -135,6 +139,12 @@ impl Core {
     /// The size of memory in pages.
     pub(super) fn page_count(&self) -> u64 {
         self.machine.ram().pages()
+    }
+
+    /// Whether bytes that came before the switch-over stay in place, also of missing pages. Then
+    /// the source may confirm such pages.
+    pub(super) fn keeps_bytes(&self) -> bool {
+        self.machine.receives_in_place()
     }
 
     /// Requests `page` from the source without waiting, on the urgent channel `prefer` or the next
@@ -275,6 +285,31 @@ impl Core {
         Ok(())
     }
 
+    /// Makes a page present whose bytes are here already, as an urgent channel says.
+    fn confirm_urgent(&self, message: &UrgentMessage) -> Result<(), MigrationError> {
+        if !self.keeps_bytes() {
+            return Err(ProtocolError::CannotConfirm.into());
+        }
+        // Before the bytes are read: a page that is present has other writers.
+        self.pages.begin_placing(message.page, 1)?;
+        // SAFETY: the page is missing, and this thread has its `placing` bit. So no thread writes
+        // it. `alias` gives 4096 mapped bytes, which live as long as the machine.
+        let bytes = unsafe {
+            let start = self.machine.ram().unchecked().alias(message.page, 1);
+            &*start.cast_const().cast::<[u8; PAGE_BYTES]>()
+        };
+        if let Err(error) = message.verify_page(bytes) {
+            self.pages.end_placing(message.page, 1);
+            return Err(error.into());
+        }
+        self.confirmed_pages.fetch_add(1, Ordering::Relaxed);
+        self.urgent_pages.fetch_add(1, Ordering::Relaxed);
+        self.persist(|| self.machine.install(message.page, 1))?;
+        self.stalls.marks.placed(message.page, monotonic_ns());
+        self.made_present(message.page, 1);
+        Ok(())
+    }
+
     /// Places one page that arrived on an urgent channel.
     pub(super) fn place_urgent(
         &self,
@@ -282,6 +317,9 @@ impl Core {
         bytes: Option<&[u8; PAGE_BYTES]>,
     ) -> Result<(), MigrationError> {
         const ZERO: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
+        if message.kind == UrgentKind::Confirmed {
+            return self.confirm_urgent(message);
+        }
         if let Some(bytes) = bytes {
             message.verify_page(bytes)?;
         }

@@ -403,7 +403,9 @@ impl<'a> Supervisor<'_, '_, 'a> {
             None => "the source cancelled the migration".to_owned(),
         };
         let frame = match message {
-            ToSource::SetupAck => Frame::SetupAck,
+            ToSource::SetupAck => Frame::SetupAck {
+                keeps: self.guest.core.keeps_bytes(),
+            },
             ToSource::Ready => Frame::Ready,
             ToSource::Running => Frame::Running {
                 started_at_ns: self.guest.started.as_nanos() as u64,

@@ -210,6 +210,10 @@ impl<'a> Placer<'a> {
         // `Ready`. So this frame belongs to the stage that it finds.
         let due = inbound.stage.get();
         let postcopy = due == Due::Missing;
+        let confirmed = u64::from(list.confirmed_pages());
+        if confirmed > 0 && !(postcopy && core.keeps_bytes()) {
+            return Err(ProtocolError::CannotConfirm.into());
+        }
         let mut placing = Placing {
             core,
             runs: list.runs(),
@@ -227,7 +231,7 @@ impl<'a> Placer<'a> {
         if due == Due::Nothing || !inbound.stage.is_still(due) {
             return Err(ProtocolError::Contradiction("it sent pages behind SwitchOver").into());
         }
-        if !postcopy || core.machine.receives_in_place() {
+        if !postcopy || core.keeps_bytes() {
             self.receive_in_place(&list, hasher, wait)?;
             for run in list.runs() {
                 if run.kind == RunKind::Zero {
@@ -245,6 +249,7 @@ impl<'a> Placer<'a> {
         drop(placing);
         let data = u64::from(list.data_pages());
         inbound.data_pages.fetch_add(data, Ordering::Relaxed);
+        core.confirmed_pages.fetch_add(confirmed, Ordering::Relaxed);
         inbound
             .zero_pages
             .fetch_add(list.zero_pages(), Ordering::Relaxed);
@@ -263,7 +268,6 @@ impl<'a> Placer<'a> {
         // refused. In post-copy the pages are missing.
         let bytes = unsafe { self.inbound.core.machine.ram().unchecked() };
         let slices: Vec<RawSlice> = data
-            .clone()
             .map(|run| {
                 // A part of the page may arrive and no more.
                 let pages = run.first.index()..run.end() as usize;
@@ -280,10 +284,16 @@ impl<'a> Placer<'a> {
             self.connection
                 .read_exact_raw(&slices, &wait.mid_message())?;
         };
-        for run in data {
+        let with_bytes = list.runs().iter().filter(|run| run.kind != RunKind::Zero);
+        for run in with_bytes {
             let start = bytes.alias(run.first, run.pages.into()).cast_const();
+            let len = run.pages as usize * PAGE_BYTES;
             // SAFETY: as above. The bytes are initialized, like all mapped memory.
-            hasher.update(unsafe { std::slice::from_raw_parts(start, run.data_bytes()) });
+            let bytes = unsafe { std::slice::from_raw_parts(start, len) };
+            match run.kind {
+                RunKind::Confirmed => hasher.update_unsent(bytes),
+                _ => hasher.update(bytes),
+            }
         }
         Ok(hasher.verify()?)
     }
@@ -313,6 +323,7 @@ impl<'a> Placer<'a> {
                         .next()
                         .expect("a page of data for each page of the runs"),
                     RunKind::Zero => &[0; PAGE_BYTES],
+                    RunKind::Confirmed => unreachable!("refused: this machine keeps no bytes"),
                 };
                 core.persist(|| core.machine.install_copy(page, bytes))?;
                 core.made_present(page, 1);

@@ -275,7 +275,7 @@ impl Open {
                         Some(bytes) => Some(bytes),
                         None => break,
                     },
-                    UrgentKind::Zero => None,
+                    UrgentKind::Zero | UrgentKind::Confirmed => None,
                     UrgentKind::Alive => {
                         at += URGENT_BYTES;
                         continue;

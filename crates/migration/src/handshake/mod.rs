@@ -45,6 +45,7 @@ pub use dial::{Opened, dial, open_on};
 pub use error::{HandshakeError, Stranger, StrangerError};
 pub(crate) use protection::protection;
 pub use protection::{PlainPolicy, Protection};
+pub(crate) use secret::random_bytes;
 pub use secret::{Identity, Secret};
 
 /// The longest time from a connection to its complete preamble, at the destination.

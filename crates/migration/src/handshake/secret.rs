@@ -78,8 +78,8 @@ impl Secret {
 
 fn covered(side: Side, transcript: &Transcript) -> Vec<u8> {
     let label: &[u8] = match side {
-        Side::Source => b"pageferry 5 source",
-        Side::Destination => b"pageferry 5 destination",
+        Side::Source => b"pageferry 6 source",
+        Side::Destination => b"pageferry 6 destination",
     };
     let Transcript {
         hello,
@@ -114,7 +114,7 @@ impl SessionId {
 }
 
 /// Returns random bytes of the kernel.
-pub(super) fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
+pub(crate) fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;
     while filled < N {
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(hex, PROOF_HEX);
     }
 
-    const PROOF_HEX: &str = "abf5d668a043b612dd577572ad831d2cd52dc25610134f36cbcdad4c94c5c435";
+    const PROOF_HEX: &str = "a26fb72d534a59f72c5fcc0cccd52bcf3654444b801700246350ec0b6fbfebbf";
 
     #[test]
     fn a_secret_is_not_printed() {

@@ -137,6 +137,32 @@ fn the_pages_of_an_ended_channel_are_sent_again_on_another() {
     });
 }
 
+/// A thread that finds pages unchanged, beside one that sends a page and takes its receipt. One of
+/// the two sees that no page is left, as a pass would not end otherwise.
+#[test]
+fn unchanged_pages_end_a_pass_as_receipts_do() {
+    check(|| {
+        let shared = all_unsent();
+        assert!(shared.ledger.claim(RamPage(0)));
+        shared.send(0, 0..1);
+        let other = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                while let Some(run) = shared.ledger.claim_run(0, 1) {
+                    assert_eq!(shared.ledger.acknowledge(run), 1);
+                }
+                shared.ledger.unacknowledged() == 0
+            })
+        };
+        assert_eq!(shared.ledger.receipt(0, 1).unwrap().pages, 1);
+        let here = shared.ledger.unacknowledged() == 0;
+        assert!(other.join().unwrap() || here);
+        let ledger = &shared.ledger;
+        assert_eq!((ledger.unsent_count(), ledger.in_flight()), (0, 0));
+        assert_eq!(shared.sendings(), [1, 0, 0]);
+    });
+}
+
 /// A thread that claims and then looks at the mode, against one that stops the sending.
 #[test]
 fn nothing_in_flight_means_that_no_thread_sends() {

@@ -15,7 +15,7 @@ use crate::limits::Limits;
 use crate::nap::sleep_on;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
-use crate::wire::{Frame, FrameHeader, HEADER_BYTES, PAGE_BYTES, Role, Side};
+use crate::wire::{Frame, FrameHeader, HEADER_BYTES, PAGE_BYTES, Role, RunKind, Side};
 use pageferry_addr::RamPage;
 use rustix::event::{PollFd, PollFlags};
 use std::cell::RefCell;
@@ -26,6 +26,9 @@ use tracing::debug;
 const FRAMES: usize = 64;
 /// The most frames without a receipt. A destination sends one for each frame.
 const MAX_UNCONFIRMED: usize = 1024;
+/// The same while frames confirm pages. Such frames take the peer's time, and the governor does not
+/// count them: a vCPU that needs one of their pages waits for all before it.
+const MAX_CONFIRMING: usize = 64;
 /// The interval at which the push looks whether urgent pages are answered. Answers take less.
 const GIVE_WAY: Duration = Duration::from_micros(50);
 
@@ -69,7 +72,7 @@ enum Next {
     Rest,
 }
 
-impl Bulk<'_> {
+impl<'a> Bulk<'a> {
     /// Sends frames until the channel is lost.
     pub(super) fn run(&self) -> MigrationError {
         let incoming = RefCell::new(Incoming {
@@ -124,14 +127,20 @@ impl Bulk<'_> {
     /// Fills the frame, if it may be sent now.
     fn fill(
         &self,
-        frame: &mut PageFrame<'_>,
+        frame: &mut PageFrame<'a>,
         ahead: &mut Vec<RamPage>,
         incoming: &RefCell<Incoming>,
     ) -> Result<Next, MigrationError> {
         let shared = self.shared;
         let turn = shared.turn();
         let mode = turn.mode();
-        if shared.ledger.without_receipt(self.index) >= MAX_UNCONFIRMED {
+        let hashes = shared.hashes();
+        frame.compare_with(hashes);
+        let most = match mode {
+            Mode::Push if hashes.is_some() => MAX_CONFIRMING,
+            _ => MAX_UNCONFIRMED,
+        };
+        if shared.ledger.without_receipt(self.index) >= most {
             return Ok(Next::AwaitReceipt);
         }
         if let Some(wait) = shared.limiter.wait(mode) {
@@ -176,6 +185,10 @@ impl Bulk<'_> {
             }
             Mode::Hold | Mode::Answer => false,
         };
+        // Also if the mode has changed: no page counts as unchanged beyond its pass.
+        if frame.release_unchanged(&shared.ledger) > 0 {
+            shared.check_acknowledged();
+        }
         if filled && shared.turn() != turn {
             frame.give_back(&shared.ledger);
             return Ok(Next::Rest);
@@ -238,8 +251,10 @@ impl Bulk<'_> {
     ) -> Result<(), MigrationError> {
         let list = frame.list();
         let (data, zero) = (u64::from(list.data_pages()), list.zero_pages());
-        let runs = list.runs().iter();
+        let confirmed = u64::from(list.confirmed_pages());
         let bytes = data * PAGE_BYTES as u64;
+        self.compare(frame);
+        let runs = list.runs().iter();
         self.shared.ledger.sent(
             self.index,
             runs.map(|run| run.first.index()..run.end() as usize),
@@ -253,7 +268,24 @@ impl Bulk<'_> {
         let figures = &self.shared.figures;
         figures.data.fetch_add(data, Ordering::Relaxed);
         figures.zero.fetch_add(zero, Ordering::Relaxed);
+        figures.confirmed.fetch_add(confirmed, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Notes what the frame brings, or which of its pages have changed since they were sent.
+    fn compare(&self, frame: &PageFrame<'_>) {
+        let Some(hashes) = self.shared.hashes() else {
+            return;
+        };
+        if frame.is_copied() {
+            return frame.note_sent(hashes);
+        }
+        let data = frame.list().runs().iter();
+        let data = data.filter(|run| run.kind == RunKind::Data);
+        let pages = data.flat_map(|run| (run.first.0..run.end()).map(RamPage));
+        let again = pages.filter(|page| hashes.was_sent(*page)).count() as u64;
+        let resent = &self.shared.figures.resent;
+        resent.fetch_add(again, Ordering::Relaxed);
     }
 
     fn is_silent(&self, incoming: &RefCell<Incoming>) -> bool {

@@ -35,6 +35,8 @@ pub(super) fn new_report() -> SourceReport {
         prefetch: PrefetchCounts::default(),
         devices: DeviceFigures::default(),
         missing_at_start: 0,
+        pages_resent: 0,
+        bytes_saved: 0,
         page_bytes: 0,
         background_bytes: 0,
         background_took: Duration::ZERO,
@@ -176,7 +178,10 @@ impl Supervisor<'_, '_, '_> {
             urgent: load(&figures.urgent),
             background,
             zero: load(&figures.zero),
+            confirmed: load(&figures.confirmed),
         };
+        self.record.report.pages_resent = load(&figures.resent);
+        self.record.report.bytes_saved = load(&figures.confirmed) * PAGE_SIZE;
         let prefetch = self.shared.prefetch.as_ref();
         let counts = prefetch.map(Prefetch::counts).unwrap_or_default();
         self.record.report.prefetch = PrefetchCounts {

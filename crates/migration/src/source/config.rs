@@ -8,6 +8,7 @@ use crate::handshake::PlainPolicy;
 use crate::limits::Limits;
 use crate::settings::Settings;
 use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -45,6 +46,8 @@ pub struct SourceConfig {
     pub setup_limit: Duration,
     /// The limits of silence.
     pub limits: Limits,
+    /// How the source finds the pages that the guest changes while they are sent.
+    pub tracking: Tracking,
     /// The certificates for TLS. `None`: without TLS.
     pub tls: Option<Tls>,
     /// Where channels without TLS may lead.
@@ -78,8 +81,37 @@ impl Default for SourceConfig {
             busy_limit: Duration::from_secs(30),
             setup_limit: Duration::from_secs(60),
             limits: Limits::default(),
+            tracking: Tracking::Log,
             tls: None,
             plain: PlainPolicy::default(),
+        }
+    }
+}
+
+/// How a source finds the pages that the guest changes while they are sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Tracking {
+    /// By the machine's dirty log. A machine without one ([`Machine::has_dirty_log`]) gets
+    /// [`Tracking::Hash`].
+    ///
+    /// [`Machine::has_dirty_log`]: pageferry_machine::Machine::has_dirty_log
+    #[default]
+    Log,
+    /// By hashes of what was sent. All pages are missing at the switch-over, and the source
+    /// confirms those that have not changed since. A destination that does not keep the bytes of
+    /// missing pages gets [`Tracking::Log`], or no pre-copy from a machine without a log.
+    Hash,
+}
+
+impl FromStr for Tracking {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "log" => Ok(Self::Log),
+            "hash" => Ok(Self::Hash),
+            _ => Err(format!("unknown tracking '{text}': expected log or hash")),
         }
     }
 }

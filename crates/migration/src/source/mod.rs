@@ -22,6 +22,7 @@
 //! | `limiter` | limits of rates, for all threads |
 //! | `gate` | stops the push while urgent pages are answered |
 //! | `governor` | how much of the push may be under way |
+//! | `hashes` | which bytes the destination has, without a dirty log |
 //! | `prefetch` | which pages vCPUs will probably touch next |
 //! | `check` | a handshake without a migration |
 //!
@@ -40,6 +41,7 @@ mod convergence;
 mod forecast;
 mod gate;
 mod governor;
+mod hashes;
 mod limiter;
 mod note;
 mod pages;
@@ -56,11 +58,12 @@ mod model;
 
 pub use check::{Checked, check};
 pub use commands::SourceSession;
-pub use config::{Connect, Route, SourceConfig, SourceFailure, SourceVm};
+pub use config::{Connect, Route, SourceConfig, SourceFailure, SourceVm, Tracking};
 pub use governor::Governor;
 pub(crate) use setup::offer;
 pub use urgent::URGENT_SPIN;
 
+use self::hashes::SentHashes;
 use self::recovery::Channels;
 use self::shared::{Letter, Mode, Shared};
 use crate::clock::monotonic;
@@ -204,7 +207,15 @@ fn attempt(
     let protection = crate::handshake::protection(config.tls.as_ref(), config.plain)
         .map_err(|error| early(error.into()))?;
     let vcpus = vm.vcpus.count();
-    let shared = Shared::new(ram, ledger, &session.letters, config, vcpus);
+    let tracking = match vm.machine.has_dirty_log() {
+        true => config.tracking,
+        false => Tracking::Hash,
+    };
+    let hashes = match tracking {
+        Tracking::Log => None,
+        Tracking::Hash => Some(SentHashes::try_new(pages).map_err(early)?),
+    };
+    let shared = Shared::new(ram, ledger, &session.letters, config, vcpus, hashes);
     std::thread::scope(|scope| {
         let dialler = recovery::Dialler {
             scope,
@@ -229,7 +240,7 @@ fn attempt(
             },
             guest: Guest {
                 vm: *vm,
-                precopy: precopy::Precopy::default(),
+                precopy: precopy::Precopy::new(tracking),
                 dirty,
                 frozen: None,
                 devices_paused: false,
@@ -383,6 +394,10 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     /// The control channel is lost, for this reason.
     fn lose_control(&mut self, error: MigrationError) {
+        if let MigrationError::PeerGaveUp { .. } = &error {
+            // It may have refused a confirmation, and would refuse it again.
+            self.shared.set_confirms(false);
+        }
         if let Some(control) = &mut self.link.control {
             if !error.is_lost() {
                 // The peer may still read why.
@@ -559,7 +574,8 @@ impl<'a> Supervisor<'_, '_, 'a> {
     fn handle(&mut self, generation: u32, frame: Frame) -> Result<(), MigrationError> {
         let before_go = !self.state.has_handed_over();
         let message = match frame {
-            Frame::SetupAck if self.state.stage == Stage::Setup => {
+            Frame::SetupAck { keeps } if self.state.stage == Stage::Setup => {
+                self.choose_tracking(keeps);
                 self.shared.patience.set(self.config.limits.silence);
                 ToSource::SetupAck
             }
@@ -682,8 +698,10 @@ impl<'a> Supervisor<'_, '_, 'a> {
     /// Takes the guest back as it was: a VM that its owner had paused stays paused.
     fn resume_guest(&mut self) {
         self.shared.set_mode(Mode::Hold);
-        // A failure to stop the dirty log costs only speed.
-        let _ = self.guest.vm.machine.set_dirty_log(false);
+        if self.guest.precopy.tracking == Tracking::Log {
+            // A failure to stop the dirty log costs only speed.
+            let _ = self.guest.vm.machine.set_dirty_log(false);
+        }
         self.guest.frozen = None;
         if std::mem::take(&mut self.guest.devices_paused) {
             crate::devices::resume(self.guest.vm.devices);

@@ -2,6 +2,14 @@
 
 use std::time::Duration;
 
+/// The destination keeps no bytes of missing pages, and the machine has a dirty log.
+pub(super) const NOT_KEPT_BUT_LOGGED: &str = "the destination keeps no bytes of missing pages, so \
+    no page can be confirmed: the dirty log is used";
+
+/// The same for a machine without a log.
+pub(super) const NOT_KEPT: &str = "the destination keeps no bytes of missing pages, and this VM has \
+    no dirty log: all pages follow the switch-over";
+
 /// The facts of a note.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Facts {

@@ -7,7 +7,14 @@
 //! While the guest runs, the source copies each page first, so that it hashes and sends the same
 //! bytes. If the guest changes the page, the source sends it again later. After the guest has
 //! stopped for good, the source hashes and sends pages without a copy.
+//!
+//! With [`SentHashes`], a copy is sent only if it differs from what was sent before. A page of a
+//! guest that has stopped is confirmed if the destination has its bytes.
 
+#[cfg(all(test, not(shuttle)))]
+mod model;
+
+use super::hashes::SentHashes;
 use crate::channel::{Connection, Wait};
 use crate::error::MigrationError;
 use crate::ledger::Ledger;
@@ -27,6 +34,9 @@ const FRAME_ZERO_PAGES: u64 = 512;
 
 /// The zero pages of a frame of a running guest. Each costs a scan of the page.
 const RUNNING_ZERO_PAGES: u64 = 1 << 16;
+
+/// The unchanged pages that one frame of a running guest looks at. Receipts wait meanwhile.
+const SCAN_PAGES: u64 = 1024;
 
 /// Whether every byte is zero.
 pub(super) fn is_zero(page: &[u8; PAGE_BYTES]) -> bool {
@@ -61,6 +71,12 @@ pub(super) struct PageFrame<'a> {
     /// The result of the last search for allocated pages: its start, and the next allocated range.
     /// While the guest runs, a result serves one frame. A guest that has stopped fills no hole.
     allocated: (u64, Range<u64>),
+    /// The hashes of the bytes that the destination has, if they are known.
+    hashes: Option<&'a SentHashes>,
+    /// The hashes of the copies, in their order.
+    copied_hashes: Vec<u64>,
+    /// Claimed pages of a running guest that have not changed since they were sent.
+    unchanged: Vec<Range<usize>>,
 }
 
 impl<'a> PageFrame<'a> {
@@ -73,7 +89,15 @@ impl<'a> PageFrame<'a> {
             copied: false,
             most: FRAME_PAGES,
             allocated: (0, 0..0),
+            hashes: None,
+            copied_hashes: Vec::new(),
+            unchanged: Vec::new(),
         }
+    }
+
+    /// From now on, pages are compared with what the destination has.
+    pub(super) fn compare_with(&mut self, hashes: Option<&'a SentHashes>) {
+        self.hashes = hashes;
     }
 
     /// Whether the page is a hole. A hole is zero, and reading it would allocate it.
@@ -134,7 +158,7 @@ impl<'a> PageFrame<'a> {
     ) -> Result<(), MigrationError> {
         self.has_stopped();
         self.most = FRAME_PAGES;
-        self.list.clear();
+        self.clear();
         for page in pages {
             if ledger.claim(*page) {
                 let page = page.index()..page.index() + 1;
@@ -145,6 +169,11 @@ impl<'a> PageFrame<'a> {
             }
         }
         Ok(())
+    }
+
+    fn clear(&mut self) {
+        self.list.clear();
+        self.copied_hashes.clear();
     }
 
     fn forget_holes(&mut self) {
@@ -166,10 +195,10 @@ impl<'a> PageFrame<'a> {
         cursor: usize,
         most_zero: u64,
     ) -> Result<Option<usize>, MigrationError> {
-        self.list.clear();
+        self.clear();
         let mut at = cursor;
-        let mut zero = 0;
-        while self.list.data_pages() < self.most && zero < most_zero {
+        let (mut zero, mut unchanged) = (0, 0);
+        while self.list.data_pages() < self.most && zero < most_zero && unchanged < SCAN_PAGES {
             let Some(next) = ledger.unsent().next_set(at) else {
                 return Ok(None);
             };
@@ -184,6 +213,7 @@ impl<'a> PageFrame<'a> {
             };
             let added = self.add(claimed.clone())?;
             zero += added.zero;
+            unchanged += added.unchanged;
             at = added.end;
             if at < claimed.end {
                 ledger.unclaim(at..claimed.end);
@@ -198,6 +228,7 @@ impl<'a> PageFrame<'a> {
         let mut added = Added {
             end: pages.start,
             zero: 0,
+            unchanged: 0,
         };
         for index in pages {
             let page = RamPage(index as u64);
@@ -211,13 +242,74 @@ impl<'a> PageFrame<'a> {
             } else {
                 RunKind::Data
             };
+            let (kind, hash) = self.compared(page, kind);
+            if self.copied && kind == RunKind::Confirmed {
+                self.note_unchanged(index);
+                // Holes cost no look at their bytes.
+                added.unchanged += u64::from(hash != SentHashes::of_zero());
+                added.zero += u64::from(hash == SentHashes::of_zero());
+                added.end = index + 1;
+                continue;
+            }
             if self.list.push(page, kind).is_err() {
                 return Ok(added);
+            }
+            if self.copied && kind == RunKind::Data && self.hashes.is_some() {
+                self.copied_hashes.push(hash);
             }
             added.zero += u64::from(kind == RunKind::Zero);
             added.end = index + 1;
         }
         Ok(added)
+    }
+
+    /// The kind of a page's run, and its hash. A page is confirmed if the destination has its
+    /// bytes. A stopped guest's zero page is sent as zero in any case, which costs as little.
+    fn compared(&self, page: RamPage, kind: RunKind) -> (RunKind, u64) {
+        let Some(hashes) = self.hashes else {
+            return (kind, 0);
+        };
+        let hash = match kind {
+            RunKind::Data if self.copied => hashes.of(self.next_copy()),
+            // SAFETY: the contract of `borrow`.
+            RunKind::Data => hashes.of(unsafe { stopped_page(self.ram, page) }),
+            _ => SentHashes::of_zero(),
+        };
+        let known = hashes.is(page, hash) && (self.copied || kind == RunKind::Data);
+        (if known { RunKind::Confirmed } else { kind }, hash)
+    }
+
+    /// The place of the next copy of a page.
+    fn next_copy(&self) -> &[u8; PAGE_BYTES] {
+        let copy = self.copies[self.list.data_bytes()..].first_chunk();
+        copy.expect("a whole page")
+    }
+
+    fn note_unchanged(&mut self, index: usize) {
+        match self.unchanged.last_mut() {
+            Some(last) if last.end == index => last.end += 1,
+            _ => self.unchanged.push(index..index + 1),
+        }
+    }
+
+    /// Acknowledges the pages that need not be sent. Returns their number.
+    pub(super) fn release_unchanged(&mut self, ledger: &Ledger) -> usize {
+        let pages = self.unchanged.drain(..);
+        pages.map(|run| ledger.acknowledge(run)).sum()
+    }
+
+    /// Notes what the frame brings of each page. The frame is one of a running guest.
+    pub(super) fn note_sent(&self, hashes: &SentHashes) {
+        let mut data = self.copied_hashes.iter();
+        for run in self.list.runs() {
+            for page in (run.first.0..run.end()).map(RamPage) {
+                let hash = match run.kind {
+                    RunKind::Data => *data.next().expect("a hash for each copy"),
+                    _ => SentHashes::of_zero(),
+                };
+                hashes.note(page, hash);
+            }
+        }
     }
 
     /// Whether the page is zero. Copies the page of a running guest to the end of the frame's data.
@@ -241,7 +333,12 @@ impl<'a> PageFrame<'a> {
         for run in self.list.runs() {
             ledger.unclaim(run.first.index()..run.end() as usize);
         }
-        self.list.clear();
+        self.clear();
+    }
+
+    /// Whether the guest runs.
+    pub(super) fn is_copied(&self) -> bool {
+        self.copied
     }
 
     pub(super) fn list(&self) -> &RunList {
@@ -257,21 +354,25 @@ impl<'a> PageFrame<'a> {
         let mut hasher = self.list.encode_head(&mut self.head);
         let mut slices = Vec::with_capacity(self.list.runs().len() + 1);
         if self.copied {
-            slices.push(&self.copies[..self.list.data_bytes()]);
+            let copies = &self.copies[..self.list.data_bytes()];
+            hasher.update(copies);
+            slices.push(copies);
         } else {
-            let data = |run: &&crate::wire::Run| run.kind == RunKind::Data;
-            for run in self.list.runs().iter().filter(data) {
+            let bytes = |run: &&crate::wire::Run| run.kind != RunKind::Zero;
+            for run in self.list.runs().iter().filter(bytes) {
                 // SAFETY: a source has all its pages.
                 let start = unsafe { self.ram.unchecked() }.alias(run.first, run.pages.into());
+                let len = run.pages as usize * PAGE_BYTES;
                 // SAFETY: `alias` checked that the whole run is mapped as long as the `GuestRam`
                 // lives. By the contract of `borrow` no thread writes it.
-                slices.push(unsafe {
-                    std::slice::from_raw_parts(start.cast_const(), run.data_bytes())
-                });
+                let bytes = unsafe { std::slice::from_raw_parts(start.cast_const(), len) };
+                if run.kind == RunKind::Confirmed {
+                    hasher.update_unsent(bytes);
+                } else {
+                    hasher.update(bytes);
+                    slices.push(bytes);
+                }
             }
-        }
-        for bytes in &slices {
-            hasher.update(bytes);
         }
         hasher.seal(&mut self.head);
         let head = std::iter::once(&self.head[..]);
@@ -286,6 +387,8 @@ struct Added {
     end: usize,
     /// The zero pages.
     zero: u64,
+    /// The other pages that have not changed since they were sent.
+    unchanged: u64,
 }
 
 #[cfg(test)]

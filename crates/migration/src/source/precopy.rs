@@ -10,15 +10,20 @@
 //! [outlook](super::convergence) and the [forecast](super::forecast) of the blackout. While it
 //! holds the switch-over back, a rest follows each short pass.
 //!
+//! Without a dirty log ([`Tracking::Hash`]), each pass looks at all memory, and the first sends all
+//! of it. Later ones send the pages whose bytes differ from those sent before. The source takes as
+//! many for dirty at the end of a pass as the pass has sent, and after the first pass all. Every
+//! page is missing at the switch-over, and post-copy confirms those that have not changed.
+//!
 //! The destination allocates memory beside the passes. If it takes long after the last pass, what
 //! the guest dirties meanwhile would be missing. So another pass follows if the source waited for
 //! longer than the pass took.
 
-use super::Supervisor;
 use super::convergence::{Convergence, Outlook, PassEnd};
 use super::forecast::{self, Basis};
 use super::note;
 use super::shared::Mode;
+use super::{Supervisor, Tracking};
 use crate::error::MigrationError;
 use crate::phase::Phase;
 use crate::report::PassFigures;
@@ -39,6 +44,10 @@ const RECORDED_PASSES: u32 = 1000;
 /// The progress of pre-copy.
 #[derive(Debug, Default)]
 pub(super) struct Precopy {
+    pub(super) tracking: Tracking,
+    /// Whether pre-copy would bring nothing: there is no log, and the destination would not keep
+    /// the bytes.
+    useless: bool,
     /// Whether the dirty log runs.
     pub(super) logs: bool,
     /// The pass, counted from 1.
@@ -46,8 +55,11 @@ pub(super) struct Precopy {
     /// The pages of the pass, and its start.
     pages: u64,
     began: Option<Instant>,
-    /// The data pages sent before the pass.
+    /// The data pages and the zero pages sent before the pass.
     data_before: u64,
+    zero_before: u64,
+    /// Without a dirty log: the pages that may be dirty, by the last pass.
+    may_be_dirty: u64,
     /// The end of the last pass that has ended.
     last: Option<LastPass>,
     /// The time that the last pass took, and its end. The source waits for the destination.
@@ -85,6 +97,13 @@ struct LastPass {
 }
 
 impl Precopy {
+    pub(super) fn new(tracking: Tracking) -> Self {
+        Self {
+            tracking,
+            ..Self::default()
+        }
+    }
+
     /// The time until no page is left, by the last pass. `None` before one has ended.
     pub(super) fn time_left(&self) -> Option<Duration> {
         let last = self.last?;
@@ -97,22 +116,74 @@ impl Supervisor<'_, '_, '_> {
     pub(super) fn start_precopy(&mut self) -> Result<(), MigrationError> {
         let pages = self.guest.vm.machine.ram().pages() as usize;
         self.shared.ledger.set_unsent(0..pages);
-        if self.settings().switch == Switch::NOW {
+        if self.switch() == Switch::NOW {
             return self.decide();
         }
         self.start_passes()
     }
 
     fn start_passes(&mut self) -> Result<(), MigrationError> {
-        self.guest.vm.machine.set_dirty_log(true)?;
-        self.guest.precopy.logs = true;
+        if self.guest.precopy.useless {
+            return Ok(());
+        }
+        if self.guest.precopy.tracking == Tracking::Log {
+            self.guest.vm.machine.set_dirty_log(true)?;
+            self.guest.precopy.logs = true;
+        }
         self.begin_pass()
+    }
+
+    /// Chooses how dirty pages are found. `keeps`: the destination keeps the bytes of missing
+    /// pages.
+    pub(super) fn choose_tracking(&mut self, keeps: bool) {
+        if self.guest.precopy.tracking == Tracking::Log {
+            return;
+        }
+        self.shared.set_confirms(keeps);
+        if keeps {
+            return;
+        }
+        let note = if self.guest.vm.machine.has_dirty_log() {
+            self.guest.precopy.tracking = Tracking::Log;
+            note::NOT_KEPT_BUT_LOGGED
+        } else {
+            self.guest.precopy.useless = true;
+            note::NOT_KEPT
+        };
+        self.take_note(note.to_owned());
+    }
+
+    /// The end of pre-copy: at once if it would bring nothing, unless the operator decides.
+    fn switch(&self) -> Switch {
+        match self.settings().switch {
+            Switch::Manual => Switch::Manual,
+            _ if self.guest.precopy.useless => Switch::NOW,
+            other => other,
+        }
+    }
+
+    /// Without a dirty log: all pages may have changed since they were sent.
+    pub(super) fn all_may_be_dirty(&self) {
+        let pages = self.guest.vm.machine.ram().pages() as usize;
+        self.shared.ledger.set_unsent(0..pages);
+    }
+
+    /// The pages that the guest has dirtied, as far as that is known.
+    fn left(&self) -> u64 {
+        match self.guest.precopy.tracking {
+            Tracking::Log => self.shared.ledger.unsent_count(),
+            Tracking::Hash => self.guest.precopy.may_be_dirty,
+        }
     }
 
     fn begin_pass(&mut self) -> Result<(), MigrationError> {
         self.guest.precopy.pass += 1;
+        if self.guest.precopy.tracking == Tracking::Hash {
+            self.all_may_be_dirty();
+        }
         self.guest.precopy.pages = self.shared.ledger.unsent_count();
         self.guest.precopy.data_before = self.shared.figures.data.load(Ordering::Relaxed);
+        self.guest.precopy.zero_before = self.shared.figures.zero.load(Ordering::Relaxed);
         self.guest.precopy.began = Some(Instant::now());
         (self.guest.precopy.waiting, self.guest.precopy.rests_until) = (None, None);
         let (pass, pages) = (self.guest.precopy.pass, self.guest.precopy.pages);
@@ -143,24 +214,36 @@ impl Supervisor<'_, '_, '_> {
         }
         self.shared.set_mode(Mode::Hold);
         self.guest.precopy.began = None;
-        self.harvest(true, |_| ())?;
+        if self.guest.precopy.logs {
+            self.harvest(true, |_| ())?;
+        }
         let took = began.elapsed();
-        let left = self.shared.ledger.unsent_count();
         let data = self.shared.figures.data.load(Ordering::Relaxed);
+        let data = data - self.guest.precopy.data_before;
+        let (mut pages, mut bytes) = (self.guest.precopy.pages, data * PAGE_SIZE);
+        if self.guest.precopy.tracking == Tracking::Hash {
+            if self.guest.precopy.passes > 0 {
+                let zero = self.shared.figures.zero.load(Ordering::Relaxed);
+                // The time of such a pass is that of looking at all memory: it says nothing of the
+                // link.
+                (pages, bytes) = (data + zero - self.guest.precopy.zero_before, 0);
+            }
+            self.guest.precopy.may_be_dirty = pages;
+        }
+        let left = self.left();
         let outlook = self.guest.precopy.convergence.pass_ended(&PassEnd {
-            pages: self.guest.precopy.pages,
-            bytes: (data - self.guest.precopy.data_before) * PAGE_SIZE,
+            pages,
+            bytes,
             took,
             left,
             round_trip: self.shared.round_trip(),
         });
         self.guest.precopy.passes += 1;
         if self.guest.precopy.pass <= RECORDED_PASSES {
-            self.record.report.passes.push(PassFigures {
-                pages: self.guest.precopy.pages,
-                took,
-                left,
-            });
+            self.record
+                .report
+                .passes
+                .push(PassFigures { pages, took, left });
         }
         self.forecast()?;
         self.guest.precopy.last = Some(LastPass {
@@ -188,7 +271,7 @@ impl Supervisor<'_, '_, '_> {
     }
 
     fn time_left(&self, left: u64) -> Option<Duration> {
-        let passes = match self.settings().switch {
+        let passes = match self.switch() {
             Switch::Auto => None,
             Switch::AfterPasses(passes) => Some(passes.saturating_sub(self.guest.precopy.pass)),
             Switch::Manual => return None,
@@ -223,8 +306,8 @@ impl Supervisor<'_, '_, '_> {
         let Some(last) = self.guest.precopy.last else {
             return Ok(());
         };
-        let few = self.shared.ledger.unsent_count() <= Switch::FEW_PAGES;
-        match self.settings().switch {
+        let few = self.left() <= Switch::FEW_PAGES;
+        match self.switch() {
             Switch::AfterPasses(passes) if few || self.guest.precopy.pass >= passes => {
                 self.end(last)
             }
@@ -281,15 +364,19 @@ impl Supervisor<'_, '_, '_> {
             dirty_rate: self.guest.precopy.convergence.dirty_rate,
             link_rate: self.guest.precopy.convergence.link_rate,
             max_bandwidth: self.settings().max_bandwidth,
-            left: self.shared.ledger.unsent_count(),
+            left: self.left(),
         });
         if let Some(note) = note {
             self.guest.precopy.said = says;
-            tracing::info!(%note, "pre-copy");
-            self.record.observer.note(&note);
-            self.record.report.notes.push(note.clone());
-            self.guest.precopy.note = Some(note);
+            self.take_note(note);
         }
+    }
+
+    fn take_note(&mut self, note: String) {
+        tracing::info!(%note, "pre-copy");
+        self.record.observer.note(&note);
+        self.record.report.notes.push(note.clone());
+        self.guest.precopy.note = Some(note);
     }
 
     /// Reports a pass with `left` pages to go.
@@ -305,7 +392,7 @@ impl Supervisor<'_, '_, '_> {
         if !self.guest.precopy.destination_ready || self.state.stage != Stage::Precopy {
             return Ok(());
         }
-        if self.settings().switch == Switch::NOW {
+        if self.switch() == Switch::NOW {
             // Threads send nothing more. The last receipts may still come.
             self.shared.set_mode(Mode::Hold);
             if self.shared.ledger.in_flight() > 0 {
@@ -333,7 +420,7 @@ impl Supervisor<'_, '_, '_> {
         if self.state.stage != Stage::Precopy || !self.events.is_empty() {
             return Ok(());
         }
-        if self.settings().switch == Switch::NOW {
+        if self.switch() == Switch::NOW {
             return self.decide();
         }
         let Some(until) = self.guest.precopy.rests_until else {
@@ -341,6 +428,9 @@ impl Supervisor<'_, '_, '_> {
         };
         if Instant::now() < until {
             return Ok(());
+        }
+        if self.guest.precopy.tracking == Tracking::Hash {
+            return self.begin_pass();
         }
         self.harvest(true, |_| ())?;
         if self.shared.ledger.unsent_count() > 0 {
@@ -362,10 +452,10 @@ impl Supervisor<'_, '_, '_> {
             return Ok(());
         }
         self.guest.precopy.said = None;
-        if self.settings().switch == Switch::NOW {
+        if self.switch() == Switch::NOW {
             return self.decide();
         }
-        if !self.guest.precopy.logs {
+        if self.guest.precopy.pass == 0 {
             // All pages were to follow the switch-over, which has not begun.
             return self.start_passes();
         }

@@ -12,6 +12,7 @@ use pageferry_machine::GuestRam;
 use super::SourceConfig;
 use super::commands::Command;
 use super::gate::UrgentGate;
+use super::hashes::SentHashes;
 use super::limiter::Limiter;
 use super::prefetch::Prefetch;
 use super::recovery::Worked;
@@ -104,6 +105,10 @@ pub(super) struct Figures {
     pub(super) late: AtomicU64,
     pub(super) data: AtomicU64,
     pub(super) zero: AtomicU64,
+    /// Pages that were confirmed, on any channel.
+    pub(super) confirmed: AtomicU64,
+    /// Pages that were sent with their bytes again after the guest had stopped.
+    pub(super) resent: AtomicU64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -136,6 +141,11 @@ pub(super) struct Shared<'a> {
     pub(super) gate: UrgentGate,
     /// Requested pages that follow on the bulk channels ([`SourceConfig::preempt`]).
     pub(super) in_order: Option<Mutex<VecDeque<RamPage>>>,
+    /// The hashes of the bytes that the destination has
+    /// ([`Tracking::Hash`](super::Tracking::Hash)).
+    hashes: Option<SentHashes>,
+    /// Whether the destination takes confirmations. Once it has refused one, it gets no more.
+    confirms: AtomicBool,
 }
 
 impl<'a> Shared<'a> {
@@ -145,6 +155,7 @@ impl<'a> Shared<'a> {
         letters: &'a Mailbox<Letter>,
         config: &'a SourceConfig,
         vcpus: usize,
+        hashes: Option<SentHashes>,
     ) -> Self {
         Self {
             ram,
@@ -166,7 +177,20 @@ impl<'a> Shared<'a> {
                 / u32::from(config.bulk_channels.max(1)),
             gate: UrgentGate::new(),
             in_order: (!config.preempt).then(Mutex::default),
+            hashes,
+            confirms: AtomicBool::new(false),
         }
+    }
+
+    /// Whether pages are confirmed from now on. Without hashes none is.
+    pub(super) fn set_confirms(&self, confirms: bool) {
+        self.confirms.store(confirms, Ordering::Release);
+    }
+
+    /// The hashes of what was sent, while pages are compared with them.
+    pub(super) fn hashes(&self) -> Option<&SentHashes> {
+        let hashes = self.hashes.as_ref();
+        hashes.filter(|_| self.confirms.load(Ordering::Acquire))
     }
 
     pub(super) fn mode(&self) -> Mode {

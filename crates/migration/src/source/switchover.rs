@@ -13,7 +13,7 @@
 //! 4. The dirty log is harvested: it has all writes.
 //! 5. The states of vCPUs and devices are saved. Nothing changes them any more.
 
-use super::Supervisor;
+use super::{Supervisor, Tracking};
 use crate::clock::{monotonic, monotonic_at};
 use crate::devices;
 use crate::error::MigrationError;
@@ -38,6 +38,10 @@ impl Supervisor<'_, '_, '_> {
         if self.guest.precopy.logs {
             // While the source waited for the destination, the guest has written more.
             self.harvest(true, |_| ())?;
+        }
+        if self.guest.precopy.tracking == Tracking::Hash {
+            // Nobody knows which pages the guest has written.
+            self.all_may_be_dirty();
         }
         let Some(control) = &mut self.link.control else {
             return Err(MigrationError::LinkLost("no control channel".into()));

@@ -14,7 +14,9 @@ use crate::limits::Limits;
 use crate::nap::sleep_on;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
-use crate::wire::{PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply};
+use crate::wire::{
+    PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply, urgent_reply_confirmed,
+};
 use pageferry_addr::RamPage;
 use rustix::event::{PollFd, PollFlags};
 use std::cell::RefCell;
@@ -128,8 +130,13 @@ impl<'a> Urgent<'a> {
             // resumed while the threads of channels live. (2) The VMM's own writes are refused.
             let bytes = unsafe { stopped_page(self.shared.ram, *page) };
             let zero = is_zero(bytes);
-            let body = (!zero).then_some(bytes);
-            heads.push(urgent_reply(*page, body, Some(arrived.elapsed())));
+            let took = Some(arrived.elapsed());
+            let confirmed = !zero && self.is_confirmed(*page, bytes);
+            let body = (!zero && !confirmed).then_some(bytes);
+            heads.push(match confirmed {
+                true => urgent_reply_confirmed(*page, bytes, took),
+                false => urgent_reply(*page, body, took),
+            });
             bodies.push(body);
             // Each reply is a message: it is in the ledger before its first byte is sent.
             let index = page.index();
@@ -152,6 +159,21 @@ impl<'a> Urgent<'a> {
             .urgent
             .fetch_add(pages.len() as u64, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Whether the destination has these bytes of the page, which are not all zero.
+    fn is_confirmed(&self, page: RamPage, bytes: &[u8; PAGE_BYTES]) -> bool {
+        let Some(hashes) = self.shared.hashes() else {
+            return false;
+        };
+        let confirmed = hashes.is(page, hashes.of(bytes));
+        let figures = &self.shared.figures;
+        if confirmed {
+            figures.confirmed.fetch_add(1, Ordering::Relaxed);
+        } else if hashes.was_sent(page) {
+            figures.resent.fetch_add(1, Ordering::Relaxed);
+        }
+        confirmed
     }
 
     fn is_silent(&self, incoming: &RefCell<Incoming<'a>>) -> bool {

@@ -29,6 +29,11 @@ impl Xxh3 {
     }
 }
 
+/// Returns the xxh3-64 of `bytes` with a seed.
+pub(crate) fn xxh3_64_seeded(seed: u64, bytes: &[u8]) -> u64 {
+    XxHash3_64::oneshot_with_seed(seed, bytes)
+}
+
 /// Returns the xxh3-64 of `bytes`.
 pub(crate) fn xxh3_64(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
@@ -66,6 +71,11 @@ impl FrameHasher {
     pub fn update(&mut self, payload: &[u8]) {
         self.state.update(payload);
         self.fed += payload.len() as u64;
+    }
+
+    /// Feeds bytes that both sides have, and that do not travel.
+    pub fn update_unsent(&mut self, bytes: &[u8]) {
+        self.state.update(bytes);
     }
 
     /// Returns the number of payload bytes left to feed.

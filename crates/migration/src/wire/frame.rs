@@ -17,7 +17,11 @@ pub enum Frame {
     /// See [`FrameType::Setup`].
     Setup(Setup),
     /// See [`FrameType::SetupAck`].
-    SetupAck,
+    SetupAck {
+        /// Whether the destination keeps the bytes that it has of missing pages. Then the source
+        /// may confirm such pages ([`RunKind::Confirmed`](super::RunKind::Confirmed)).
+        keeps: bool,
+    },
     /// See [`FrameType::Error`].
     Error(ErrorMessage),
     /// See [`FrameType::Cancel`].
@@ -99,7 +103,7 @@ impl Frame {
     pub const fn frame_type(&self) -> FrameType {
         match self {
             Self::Setup(_) => FrameType::Setup,
-            Self::SetupAck => FrameType::SetupAck,
+            Self::SetupAck { .. } => FrameType::SetupAck,
             Self::Error(_) => FrameType::Error,
             Self::Cancel => FrameType::Cancel,
             Self::Pass(_) => FrameType::Pass,
@@ -167,6 +171,7 @@ impl Frame {
             }
             Self::Running { started_at_ns } => arg = *started_at_ns,
             Self::Drained { missing } | Self::DrainAck { missing } => arg = *missing,
+            Self::SetupAck { keeps } => count = u32::from(*keeps),
             Self::SetupProgress(progress) => {
                 (count, arg) = (u32::from(progress.ready), progress.pages);
             }
@@ -185,8 +190,7 @@ impl Frame {
             Self::DeviceState(device) => {
                 (count, arg) = (device.version, device.encode_payload(what, out)?);
             }
-            Self::SetupAck
-            | Self::Cancel
+            Self::Cancel
             | Self::Ready
             | Self::Go
             | Self::Complete
@@ -234,7 +238,10 @@ impl Frame {
         Ok(match header.frame_type {
             FrameType::Pages => panic!("`RunList::decode` decodes Pages frames"),
             FrameType::Setup => Self::Setup(Setup::decode_payload(count, arg, payload)?),
-            FrameType::SetupAck => Self::SetupAck,
+            FrameType::SetupAck => {
+                in_range(what, "keeps", count.into(), 0, 1)?;
+                Self::SetupAck { keeps: count == 1 }
+            }
             FrameType::Error => Self::Error(ErrorMessage::decode_payload(arg, payload)?),
             FrameType::Cancel => Self::Cancel,
             FrameType::Pass => {

@@ -134,15 +134,14 @@ impl FrameHeader {
             | FrameType::CloseChannel
             | FrameType::ChannelEnded
             | FrameType::DeviceState => (true, true),
-            FrameType::Resume | FrameType::SwitchOver => (true, false),
+            FrameType::SetupAck | FrameType::Resume | FrameType::SwitchOver => (true, false),
             FrameType::Error
             | FrameType::VcpuState
             | FrameType::Running
             | FrameType::Drained
             | FrameType::DrainAck
             | FrameType::Receipt => (false, true),
-            FrameType::SetupAck
-            | FrameType::Cancel
+            FrameType::Cancel
             | FrameType::Ready
             | FrameType::Go
             | FrameType::Complete

@@ -45,6 +45,7 @@ pub use capabilities::Capabilities;
 pub use channel_id::ChannelId;
 pub use channel_key::{ChannelKey, Role, SessionId};
 pub use checksum::FrameHasher;
+pub(crate) use checksum::xxh3_64_seeded;
 pub use device::{DeviceEntry, DeviceState};
 pub use error::{WireError, in_range};
 pub use error_message::{ErrorCode, ErrorMessage};
@@ -64,12 +65,15 @@ pub(crate) use setup::check_channels;
 pub use setup::{Kind, Region, Setup};
 pub use status::Status;
 pub use text::Text;
-pub use urgent::{UrgentKind, UrgentMessage, urgent_reply, urgent_reply_page, urgent_reply_zero};
+pub use urgent::{
+    UrgentKind, UrgentMessage, urgent_reply, urgent_reply_confirmed, urgent_reply_page,
+    urgent_reply_zero,
+};
 
 /// The newest protocol version this side speaks.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 /// The oldest protocol version this side speaks.
-pub const MIN_VERSION: u16 = 5;
+pub const MIN_VERSION: u16 = 6;
 /// The first eight bytes of every connection, in both directions.
 pub const HELLO_MAGIC: [u8; 8] = *b"PGFERRY\0";
 /// The first four bytes of every frame, as a little-endian number: the letters `PGFR`.
@@ -104,6 +108,8 @@ pub const PAGE_BYTES: usize = pageferry_addr::PAGE_SIZE as usize;
 pub const MAX_RUNS: usize = 128;
 /// The most data pages in a Pages frame: 1 MiB.
 pub const MAX_DATA_PAGES: usize = 256;
+/// The most confirmed pages in a Pages frame. The receiver hashes their 2 MiB before its receipt.
+pub const MAX_CONFIRMED_PAGES: usize = 512;
 /// The most memory regions in a [`Setup`].
 pub const MAX_REGIONS: usize = 64;
 /// The longest guest description in a [`Setup`], in bytes.

@@ -12,8 +12,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use super::checksum::{Xxh3, check};
 use super::error::{in_range, reserved_zero};
 use super::{
-    DESCRIPTOR_BYTES, FrameHasher, FrameHeader, FrameType, HEADER_BYTES, MAX_DATA_PAGES, MAX_RUNS,
-    PAGE_BYTES, WireError,
+    DESCRIPTOR_BYTES, FrameHasher, FrameHeader, FrameType, HEADER_BYTES, MAX_CONFIRMED_PAGES,
+    MAX_DATA_PAGES, MAX_RUNS, PAGE_BYTES, WireError,
 };
 
 const WHAT: &str = "Pages";
@@ -28,6 +28,8 @@ pub enum RunKind {
     Data = 0,
     /// Every byte is zero. Nothing follows.
     Zero = 1,
+    /// The receiver has the bytes already. Nothing follows, but the frame's checksum covers them.
+    Confirmed = 2,
 }
 
 /// Consecutive pages of one kind.
@@ -53,7 +55,7 @@ impl Run {
     pub const fn data_bytes(&self) -> usize {
         match self.kind {
             RunKind::Data => self.pages as usize * PAGE_BYTES,
-            RunKind::Zero => 0,
+            RunKind::Zero | RunKind::Confirmed => 0,
         }
     }
 }
@@ -88,11 +90,13 @@ struct DescriptorLayout {
 const _: () = assert!(size_of::<DescriptorLayout>() == DESCRIPTOR_BYTES);
 
 /// The runs of one Pages frame. They ascend, do not overlap and lie inside memory. There are at
-/// most [`MAX_RUNS`], with at most [`MAX_DATA_PAGES`] data pages.
+/// most [`MAX_RUNS`], with at most [`MAX_DATA_PAGES`] data pages and [`MAX_CONFIRMED_PAGES`]
+/// confirmed ones.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunList {
     runs: Vec<Run>,
     data_pages: u32,
+    confirmed_pages: u32,
     memory_pages: u64,
 }
 
@@ -103,6 +107,7 @@ impl RunList {
         Self {
             runs: Vec::with_capacity(MAX_RUNS),
             data_pages: 0,
+            confirmed_pages: 0,
             memory_pages,
         }
     }
@@ -110,7 +115,7 @@ impl RunList {
     /// Removes all runs and keeps the allocation.
     pub fn clear(&mut self) {
         self.runs.clear();
-        self.data_pages = 0;
+        (self.data_pages, self.confirmed_pages) = (0, 0);
     }
 
     /// Returns the runs in ascending order.
@@ -129,6 +134,12 @@ impl RunList {
     #[must_use]
     pub const fn data_pages(&self) -> u32 {
         self.data_pages
+    }
+
+    /// Returns the number of confirmed pages.
+    #[must_use]
+    pub const fn confirmed_pages(&self) -> u32 {
+        self.confirmed_pages
     }
 
     /// Returns the number of zero pages.
@@ -157,7 +168,12 @@ impl RunList {
                 max: self.memory_pages.saturating_sub(1),
             });
         }
-        if kind == RunKind::Data && self.data_pages as usize == MAX_DATA_PAGES {
+        let full = match kind {
+            RunKind::Data => self.data_pages as usize == MAX_DATA_PAGES,
+            RunKind::Confirmed => self.confirmed_pages as usize == MAX_CONFIRMED_PAGES,
+            RunKind::Zero => false,
+        };
+        if full {
             return Err(RunRefused::Full);
         }
         let full = self.runs.len() == MAX_RUNS;
@@ -172,8 +188,10 @@ impl RunList {
                 kind,
             }),
         }
-        if kind == RunKind::Data {
-            self.data_pages += 1;
+        match kind {
+            RunKind::Data => self.data_pages += 1,
+            RunKind::Confirmed => self.confirmed_pages += 1,
+            RunKind::Zero => {}
         }
         Ok(())
     }
@@ -186,8 +204,9 @@ impl RunList {
     }
 
     /// Clears `out`, writes header and descriptors to it, and returns the hasher for the data. The
-    /// caller feeds it the pages' bytes in the runs' order, [`seal`](FrameHasher::seal)s `out`, and
-    /// sends `out` and the same bytes.
+    /// caller feeds it the pages' bytes in the runs' order, those of confirmed pages by
+    /// [`update_unsent`](FrameHasher::update_unsent). It [`seal`](FrameHasher::seal)s `out`, and
+    /// sends `out` and the bytes of the data pages.
     ///
     /// The bytes must not change between hashing and sending, or the receiver refuses them. So the
     /// caller must copy the memory of a running guest first.
@@ -234,7 +253,7 @@ impl RunList {
     /// # Errors
     /// [`WireError::OutOfRange`] for counts, and for runs that do not ascend, overlap, or leave
     /// memory; [`WireError::Checksum`], [`WireError::BadField`], [`WireError::TooLong`] for too
-    /// many data pages, [`WireError::WrongLength`].
+    /// many data or confirmed pages, [`WireError::WrongLength`].
     ///
     /// # Panics
     /// If the header is not that of a Pages frame.
@@ -260,23 +279,28 @@ impl RunList {
         let mut list = Self::new(memory_pages);
         let descriptors = <[DescriptorLayout]>::ref_from_bytes(descriptors)
             .expect("whole descriptors of an unaligned layout");
-        let (mut min, mut data_pages) = (0, 0);
+        let (mut min, mut data_pages, mut confirmed_pages) = (0, 0, 0);
         for descriptor in descriptors {
             let run = decode_run(descriptor, min, memory_pages)?;
             min = run.end();
-            if run.kind == RunKind::Data {
-                data_pages += u64::from(run.pages);
+            match run.kind {
+                RunKind::Data => data_pages += u64::from(run.pages),
+                RunKind::Confirmed => confirmed_pages += u64::from(run.pages),
+                RunKind::Zero => {}
             }
             list.runs.push(run);
         }
-        if data_pages > MAX_DATA_PAGES as u64 {
-            return Err(WireError::TooLong {
-                what: "Pages data (pages)",
-                len: data_pages,
-                max: MAX_DATA_PAGES as u64,
-            });
+        for (what, len, max) in [
+            ("Pages data (pages)", data_pages, MAX_DATA_PAGES),
+            ("confirmed (pages)", confirmed_pages, MAX_CONFIRMED_PAGES),
+        ] {
+            let max = max as u64;
+            if len > max {
+                return Err(WireError::TooLong { what, len, max });
+            }
         }
         list.data_pages = data_pages as u32;
+        list.confirmed_pages = confirmed_pages as u32;
         let expected = len + list.data_bytes();
         if header.payload_len as usize != expected {
             return Err(WireError::WrongLength {
@@ -299,6 +323,7 @@ fn decode_run(
     let kind = match descriptor.kind {
         0 => RunKind::Data,
         1 => RunKind::Zero,
+        2 => RunKind::Confirmed,
         other => {
             return Err(WireError::BadField {
                 what: WHAT,

@@ -24,16 +24,20 @@ pub enum UrgentKind {
     Receipt = 5,
     /// Either side: the sender lives and has nothing else to say.
     Alive = 6,
+    /// Source: the destination has the page's bytes already. Nothing follows, but the check covers
+    /// them.
+    Confirmed = 7,
 }
 
 impl UrgentKind {
     /// Every kind, in the order of their numbers.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Request,
         Self::Page,
         Self::Zero,
         Self::Receipt,
         Self::Alive,
+        Self::Confirmed,
     ];
 
     /// Whether `side` may send this kind.
@@ -41,7 +45,7 @@ impl UrgentKind {
     pub const fn is_sent_by(self, side: Side) -> bool {
         match self {
             Self::Request | Self::Receipt => matches!(side, Side::Destination),
-            Self::Page | Self::Zero => matches!(side, Side::Source),
+            Self::Page | Self::Zero | Self::Confirmed => matches!(side, Side::Source),
             Self::Alive => true,
         }
     }
@@ -163,7 +167,10 @@ impl UrgentMessage {
             .into_iter()
             .find(|&known| known as u8 == layout.kind && known.is_sent_by(from))
             .ok_or(bad("kind", layout.kind.into()))?;
-        let is_answer = matches!(kind, UrgentKind::Page | UrgentKind::Zero);
+        let is_answer = matches!(
+            kind,
+            UrgentKind::Page | UrgentKind::Zero | UrgentKind::Confirmed
+        );
         if !is_answer {
             reserved_zero(what, "reserved", &layout.took)?;
         }
@@ -175,12 +182,12 @@ impl UrgentMessage {
             at_source: decode_took(layout.took),
             check: layout.check.get(),
         };
-        if kind != UrgentKind::Page {
+        if !matches!(kind, UrgentKind::Page | UrgentKind::Confirmed) {
             let digest = xxh3_64(&covered(kind, layout.took, number));
             check(what, message.check.into(), (digest as u32).into())?;
         }
         match kind {
-            UrgentKind::Request | UrgentKind::Page | UrgentKind::Zero => {
+            UrgentKind::Request | UrgentKind::Page | UrgentKind::Zero | UrgentKind::Confirmed => {
                 let last = memory_pages.checked_sub(1).ok_or(bad("page", number))?;
                 in_range(what, "page", number, 0, last)?;
                 message.page = RamPage(number);
@@ -195,13 +202,14 @@ impl UrgentMessage {
         Ok(message)
     }
 
-    /// Compares the checksum of a [`UrgentKind::Page`] with its bytes. No vCPU may see the page
-    /// before that.
+    /// Compares the checksum of a [`UrgentKind::Page`] with its bytes, or that of a
+    /// [`UrgentKind::Confirmed`] with the bytes that are here. No vCPU may see the page before
+    /// that.
     ///
     /// # Errors
     /// [`WireError::Checksum`].
     pub fn verify_page(&self, bytes: &[u8; PAGE_BYTES]) -> Result<(), WireError> {
-        let digest = page_digest(self.page, encode_took(self.at_source), bytes);
+        let digest = page_digest(self.kind, self.page, encode_took(self.at_source), bytes);
         check("urgent page", self.check.into(), (digest as u32).into())
     }
 }
@@ -218,12 +226,27 @@ pub fn urgent_reply(
 ) -> [u8; URGENT_BYTES] {
     let took = encode_took(at_source);
     let (kind, digest) = match bytes {
-        Some(bytes) => (UrgentKind::Page, page_digest(page, took, bytes)),
+        Some(bytes) => {
+            let kind = UrgentKind::Page;
+            (kind, page_digest(kind, page, took, bytes))
+        }
         None => {
             let kind = UrgentKind::Zero;
             (kind, xxh3_64(&covered(kind, took, page.0)))
         }
     };
+    UrgentMessage::sealed(kind, took, page.0, digest)
+}
+
+/// Returns an answer for a page whose bytes the destination has already. They do not travel.
+#[must_use]
+pub fn urgent_reply_confirmed(
+    page: RamPage,
+    bytes: &[u8; PAGE_BYTES],
+    at_source: Option<Duration>,
+) -> [u8; URGENT_BYTES] {
+    let (kind, took) = (UrgentKind::Confirmed, encode_took(at_source));
+    let digest = page_digest(kind, page, took, bytes);
     UrgentMessage::sealed(kind, took, page.0, digest)
 }
 
@@ -248,9 +271,9 @@ fn covered(kind: UrgentKind, took: [u8; 3], number: u64) -> [u8; URGENT_BYTES - 
     bytes
 }
 
-fn page_digest(page: RamPage, took: [u8; 3], bytes: &[u8; PAGE_BYTES]) -> u64 {
+fn page_digest(kind: UrgentKind, page: RamPage, took: [u8; 3], bytes: &[u8; PAGE_BYTES]) -> u64 {
     let mut state = Xxh3::new();
-    state.update(&covered(UrgentKind::Page, took, page.0));
+    state.update(&covered(kind, took, page.0));
     state.update(bytes);
     state.digest()
 }

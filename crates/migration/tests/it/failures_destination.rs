@@ -67,7 +67,7 @@ impl Drop for EndsOnPanic<'_> {
     }
 }
 
-fn attempt(
+pub(crate) fn attempt(
     template: &Template,
     delivery: Option<Delivery>,
     limits: Limits,
@@ -126,7 +126,7 @@ pub(crate) fn told(source: &ScriptedSource<'_>) -> Told {
 }
 
 /// Checks that each case ends with the VM discarded. It never ran.
-fn discards(cases: &[Case]) {
+pub(crate) fn discards(cases: &[Case]) {
     discards_on(tcp, cases);
 }
 
@@ -157,7 +157,7 @@ fn discards_on(listener: fn() -> Listener, cases: &[Case]) {
 }
 
 /// Checks that each case costs a generation, and that the session completes in the next one.
-fn recovers(template: &Template, delivery: Option<Delivery>, cases: &[Case]) {
+pub(crate) fn recovers(template: &Template, delivery: Option<Delivery>, cases: &[Case]) {
     for case in cases {
         let received = attempt(template, delivery, limits(LONG), |p, _, destination| {
             p.start();

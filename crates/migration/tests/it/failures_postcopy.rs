@@ -69,7 +69,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "SetupAck again",
-        script: |peer| peer.send(&Frame::SetupAck),
+        script: |peer| peer.send(&Frame::SetupAck { keeps: true }),
         says: "it sent SetupAck",
     },
     Case {

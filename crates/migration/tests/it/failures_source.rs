@@ -397,7 +397,7 @@ const SETUP: &[Case] = &[
         passes: 1,
         script: |peer, _| {
             peer.take_setup();
-            let mut bytes = encoded(&Frame::SetupAck);
+            let mut bytes = encoded(&Frame::SetupAck { keeps: true });
             bytes[30] ^= 4;
             peer.send_bytes(&bytes);
             peer.last_frame();

@@ -3,6 +3,7 @@
 mod alone;
 mod caller;
 mod check;
+mod confirm;
 mod cpus;
 mod devices;
 mod failures_channels;

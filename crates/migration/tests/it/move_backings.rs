@@ -10,7 +10,7 @@ use pageferry_addr::{Gpa, PAGE_SIZE, PageSize, RamPage};
 use pageferry_machine::{
     AdoptedRegion, Backing, Collapsed, Delivery, Engine, GuestRam, RamLayout, soft,
 };
-use pageferry_migration::{DestinationConfig, SourceConfig, Switch};
+use pageferry_migration::{DestinationConfig, SourceConfig, Switch, Tracking};
 use pageferry_testkit::{AdvisedHugePages, HugePages, skip, wait_until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use std::sync::mpsc::channel;
@@ -22,11 +22,19 @@ const MEMORY: u64 = 32 * MIB;
 const LARGES: u64 = 2 * MEMORY / (2 * MIB);
 
 /// Moves a VM with all pages, or all but those of a pass, missing at first.
-fn run(engine: Engine, from: Backing, to: Backing, passes: u32, allocate: bool) {
+fn run(
+    engine: Engine,
+    from: Backing,
+    to: Backing,
+    passes: u32,
+    allocate: bool,
+    tracking: Tracking,
+) {
     let source = WorkloadVm::empty_on(from, engine, 2, MEMORY).boot();
     source.wait_progress(64);
     let config = SourceConfig {
         settings: Switch::AfterPasses(passes).into(),
+        tracking,
         ..SourceConfig::default()
     };
     let destination = DestinationConfig {
@@ -36,7 +44,7 @@ fn run(engine: Engine, from: Backing, to: Backing, passes: u32, allocate: bool) 
     let moved = move_vm_to(to, source, &config, destination);
     let (sent, received) = (moved.sent.unwrap(), moved.received.unwrap());
     eprintln!(
-        "{engine} {from} to {to}, {passes} passes: {}, missing {}, {:?}, stalls p50 {} us p99 {} us over {}",
+        "{engine} {from} to {to}, {passes} passes, {tracking:?}: {}, missing {}, {:?}, stalls p50 {} us p99 {} us over {}",
         received.delivery.delivery,
         sent.missing_at_start,
         received.pages,
@@ -80,8 +88,9 @@ fn move_to_each(engine: Engine) {
         let private = to == Backing::Anonymous;
         let all = [(0, true), (1, false), (0, false), (1, true)];
         for (passes, allocate) in all.into_iter().take(if private { 4 } else { 2 }) {
-            run(engine, from, to, passes, allocate);
+            run(engine, from, to, passes, allocate, Tracking::Log);
         }
+        run(engine, from, to, 2, true, Tracking::Hash);
     }
 }
 

@@ -234,6 +234,7 @@ fn check_urgent(mut rest: &[u8], from: Side) -> BTreeSet<&'static str> {
                 urgent_reply(message.page, None, message.at_source),
                 "zero page",
             ),
+            UrgentKind::Confirmed => panic!("the source has a dirty log"),
             UrgentKind::Page => {
                 let bytes = take(&mut rest);
                 message.verify_page(bytes).unwrap();

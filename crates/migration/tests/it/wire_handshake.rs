@@ -250,7 +250,7 @@ fn another_version_is_told_which_one_is_spoken() {
         let expected = (Status::VersionUnsupported, VERSION);
         assert_eq!((reply.status, reply.version), expected);
         destination.wait_for_stranger(&format!(
-            "protocol versions {min_version} to {version}; this side speaks 5 to 5"
+            "protocol versions {min_version} to {version}; this side speaks 6 to 6"
         ));
     }
 }
@@ -575,7 +575,7 @@ fn with_a_path_check(destination: &Destination, bytes: &[u8]) -> TcpStream {
     let mut reply = [0; HELLO_BYTES];
     socket.read_exact(&mut reply).unwrap();
     let secret = [7; SECRET_BYTES];
-    let covered = [&b"pageferry 5 source"[..], &hello, &reply, &[0; 32]].concat();
+    let covered = [&b"pageferry 6 source"[..], &hello, &reply, &[0; 32]].concat();
     let proof = hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, &secret), &covered);
     let credentials = Credentials {
         secret: Some(secret),

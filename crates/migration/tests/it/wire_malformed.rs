@@ -189,7 +189,6 @@ fn a_header_field_its_type_does_not_use_is_zero() {
         Drained,
         DrainAck,
         Receipt,
-        SetupAck,
         Cancel,
         Ready,
         Go,
@@ -436,6 +435,7 @@ fn each_field_of_the_small_messages_is_checked() {
         assert_eq!(bad_field(changed(Error, HEADER_BYTES, text)), "message");
         assert_eq!(bad_field(changed(Discarded, HEADER_BYTES, text)), "reason");
     }
+    assert_eq!(out_of_range(changed(SetupAck, 12, &[2])), "keeps");
     let too_many = (MEMORY_PAGES + 1).to_le_bytes();
     for (known, field) in [
         (Pass, "pages"),
@@ -498,7 +498,7 @@ fn each_field_of_a_run_is_checked() {
     assert_eq!(out_of_range(set(12, &[129])), "count");
     assert_eq!(out_of_range(set(12, &[0xff; 4])), "count");
     assert!(matches!(set(12, &[2]), WireError::WrongLength { .. }));
-    assert_eq!(bad_field(set(32 + 12, &[2])), "run.kind");
+    assert_eq!(bad_field(set(32 + 12, &[3])), "run.kind");
     assert_eq!(bad_field(set(32 + 15, &[1])), "run.reserved");
     assert_eq!(out_of_range(set(32 + 8, &[0; 4])), "run.pages");
     assert_eq!(out_of_range(set(48, &[3])), "run.first");
@@ -513,6 +513,15 @@ fn each_field_of_a_run_is_checked() {
         WireError::TooLong {
             len: 991,
             max: 256,
+            ..
+        }
+    ));
+    // A zero run that claims to be confirmed: 988 pages, more than a receiver hashes at a time.
+    assert!(matches!(
+        set(64 + 12, &[2]),
+        WireError::TooLong {
+            len: 988,
+            max: 512,
             ..
         }
     ));
@@ -547,11 +556,11 @@ fn each_field_of_an_urgent_message_is_checked() {
         bytes
     };
     let error = |bytes, from| UrgentMessage::decode(&bytes, from, MEMORY_PAGES).unwrap_err();
-    for kind in [0, 2, 3, 4, 7, 255] {
+    for kind in [0, 2, 3, 4, 7, 8, 255] {
         let error = error(resealed(kind, 0, 1), Side::Destination);
         assert_eq!(bad_field(error), "kind");
     }
-    for kind in [0, 1, 4, 5, 7, 255] {
+    for kind in [0, 1, 4, 5, 8, 255] {
         assert_eq!(bad_field(error(resealed(kind, 0, 1), Side::Source)), "kind");
     }
     // Only answers have a time.
@@ -570,7 +579,12 @@ fn each_field_of_an_urgent_message_is_checked() {
         "placed"
     );
     for page in [MEMORY_PAGES, u64::MAX] {
-        for (kind, from) in [(1, Side::Destination), (2, Side::Source), (3, Side::Source)] {
+        for (kind, from) in [
+            (1, Side::Destination),
+            (2, Side::Source),
+            (3, Side::Source),
+            (7, Side::Source),
+        ] {
             assert_eq!(out_of_range(error(resealed(kind, 0, page), from)), "page");
         }
     }
@@ -587,7 +601,11 @@ fn each_field_of_an_urgent_message_is_checked() {
         }
         let mut alive = UrgentMessage::alive();
         alive[at] ^= 1;
-        error(alive, Side::Source);
+        match UrgentMessage::decode(&alive, Side::Source, MEMORY_PAGES) {
+            // The check of a confirmation is that of the page too.
+            Ok(confirmed) if at == 0 => confirmed.verify_page(&[0; PAGE_BYTES]).unwrap_err(),
+            decoded => decoded.unwrap_err(),
+        };
     }
 }
 

@@ -119,7 +119,7 @@ fn any_frame() -> impl Strategy<Value = (Frame, Side, u64)> {
         );
     prop_oneof![
         any_setup().prop_map(|s| (Frame::Setup(s), Source, 0)),
-        Just((Frame::SetupAck, Destination, 0)),
+        any::<bool>().prop_map(|keeps| (Frame::SetupAck { keeps }, Destination, 0)),
         (0..=MEMORY_PAGES, any::<bool>()).prop_map(|(pages, ready)| {
             let progress = SetupProgress { pages, ready };
             (Frame::SetupProgress(progress), Destination, MEMORY_PAGES)
@@ -174,18 +174,23 @@ proptest! {
     #[test]
     fn pages_come_back(
         pages in btree_set(0u64..2000, 1..100),
-        zeros in any::<u64>(),
+        kinds in any::<u64>(),
         seed in any::<u8>(),
     ) {
         let mut list = RunList::new(2000);
         for &page in &pages {
-            let kind = if zeros >> (page % 64) & 1 == 1 { RunKind::Zero } else { RunKind::Data };
+            let kind = match kinds >> (page % 32 * 2) & 3 {
+                0 | 1 => RunKind::Data,
+                2 => RunKind::Zero,
+                _ => RunKind::Confirmed,
+            };
             list.push(RamPage(page), kind).unwrap();
         }
         let covered: Vec<u64> =
             list.runs().iter().flat_map(|run| run.first.0..run.end()).collect();
         prop_assert_eq!(covered, pages.iter().copied().collect::<Vec<_>>());
-        prop_assert_eq!(u64::from(list.data_pages()) + list.zero_pages(), pages.len() as u64);
+        let with_bytes = list.data_pages() + list.confirmed_pages();
+        prop_assert_eq!(u64::from(with_bytes) + list.zero_pages(), pages.len() as u64);
         let data = vec![seed; list.data_bytes()];
         let bytes = encode_pages(&list, &data);
         prop_assert_eq!(parse(&bytes, Side::Source, 2000), Ok(Parsed::Pages(list, data)));
@@ -230,6 +235,15 @@ proptest! {
             prop_assert_eq!((reply.kind, reply.at_source), (UrgentKind::Page, seen));
             prop_assert_eq!(reply.verify_page(&bytes), Ok(()));
         }
+        let confirmed = urgent_reply_confirmed(page, &bytes, None);
+        let confirmed = UrgentMessage::decode(&confirmed, Side::Source, memory).unwrap();
+        prop_assert_eq!((confirmed.kind, confirmed.page), (UrgentKind::Confirmed, page));
+        prop_assert_eq!(confirmed.verify_page(&bytes), Ok(()));
+        // Neither other bytes nor the answer with the bytes pass for it.
+        prop_assert!(confirmed.verify_page(&[!fill; PAGE_BYTES]).is_err());
+        let confirmed = urgent_reply_confirmed(page, &bytes, None);
+        let whole = urgent_reply_page(page, &bytes);
+        prop_assert_ne!(&confirmed[4..8], &whole[4..8]);
         for side in [Side::Source, Side::Destination] {
             let alive = UrgentMessage::decode(&UrgentMessage::alive(), side, memory);
             prop_assert_eq!(alive.map(|m| m.kind), Ok(UrgentKind::Alive));
@@ -375,7 +389,8 @@ fn the_bytes_are_those_of_the_document() {
     let busy = ErrorMessage::new(ErrorCode::Busy, "no");
     let ready = SetupProgress { pages, ready: true };
     for (sent, bytes) in [
-        (Frame::SetupAck, frame(2, 0, 0, &[])),
+        (Frame::SetupAck { keeps: false }, frame(2, 0, 0, &[])),
+        (Frame::SetupAck { keeps: true }, frame(2, 1, 0, &[])),
         (Frame::Error(busy), frame(3, 0, 7, b"no")),
         (Frame::Cancel, frame(4, 0, 0, &[])),
         (Frame::Pass(Pass { pass, pages }), frame(6, 2, 777, &[])),
@@ -454,4 +469,29 @@ fn the_bytes_are_those_of_the_document() {
     let check = xxh3_64(&[&covered[..], &page[..]].concat()) as u32;
     let reply = urgent_reply_page(RamPage(0x1234), &page);
     assert_eq!(reply[4..8], check.to_le_bytes());
+
+    // Confirmed pages have no bytes in a message, and are in its checksum.
+    let mut head = Vec::new();
+    head.extend(b"PGFR");
+    head.extend([5, 0, 0, 0, 0x10, 0, 0, 0, 1, 0, 0, 0]); // 1 descriptor
+    let descriptor = [5, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0];
+    head.extend(xxh3_64(&[&head[..], &descriptor].concat()).to_le_bytes());
+    head.extend(xxh3_64(&[&head[..], &descriptor, &page].concat()).to_le_bytes());
+    let mut list = RunList::new(9);
+    list.push(RamPage(5), RunKind::Confirmed).unwrap();
+    let mut sent = Vec::new();
+    let mut hasher = list.encode_head(&mut sent);
+    hasher.update_unsent(&page);
+    hasher.seal(&mut sent);
+    assert_eq!(sent, [&head[..], &descriptor].concat());
+    covered[0] = 7;
+    let check = xxh3_64(&[&covered[..], &page[..]].concat()) as u32;
+    let reply = [
+        &[7, 0, 0, 0],
+        &check.to_le_bytes()[..],
+        &[0x34, 0x12, 0, 0, 0, 0, 0, 0],
+    ]
+    .concat();
+    let confirmed = urgent_reply_confirmed(RamPage(0x1234), &page, None);
+    assert_eq!(confirmed[..], reply[..]);
 }

@@ -189,7 +189,7 @@ impl Peer {
 
     fn set_up_with(&mut self, confirms: bool) {
         assert_eq!(self.skip_frame().unwrap().frame_type, FrameType::Setup);
-        self.send(&Frame::SetupAck);
+        self.send(&Frame::SetupAck { keeps: true });
         for _ in 0..2 {
             let (key, connection) = self.channels.recv_timeout(LIMIT).unwrap();
             let connection = Arc::new(connection);

@@ -22,7 +22,7 @@ const BULK_READ_BYTES: usize = 16 << 10;
 /// The length of most records in bulk.
 const RECORD_BYTES: usize = 16 << 10;
 /// The label of the exporter, as both sides' proofs need it.
-const EXPORTER_LABEL: &[u8] = b"EXPORTER-pageferry-5";
+const EXPORTER_LABEL: &[u8] = b"EXPORTER-pageferry-6";
 
 /// The TLS state of one connection.
 pub(in crate::channel) struct Session {

@@ -25,6 +25,8 @@ pub(crate) struct ScriptedDestination<'a> {
     pub(crate) missing_at_start: u64,
     /// The frames received on the bulk channel that is open.
     pub(crate) frames: u64,
+    /// The pages that were confirmed.
+    pub(crate) confirmed: u32,
 }
 
 impl<'a> ScriptedDestination<'a> {
@@ -40,6 +42,7 @@ impl<'a> ScriptedDestination<'a> {
             missing: BTreeSet::new(),
             missing_at_start: 0,
             frames: 0,
+            confirmed: 0,
         }
     }
 
@@ -104,7 +107,7 @@ impl<'a> ScriptedDestination<'a> {
     /// Receives the offer and accepts it. The memory is not allocated yet.
     pub(crate) fn acknowledge(&mut self) {
         self.take_setup();
-        self.send(&Frame::SetupAck);
+        self.send(&Frame::SetupAck { keeps: true });
         self.take_channels();
     }
 
@@ -121,6 +124,7 @@ impl<'a> ScriptedDestination<'a> {
             panic!("pages were due");
         };
         self.frames += 1;
+        self.confirmed += list.confirmed_pages();
         for run in list.runs() {
             for page in run.first.0..run.end() {
                 assert!(

@@ -135,7 +135,10 @@ pub(crate) fn take(
             let mut hasher = header.hasher();
             hasher.update(descriptors);
             hasher.update(data);
-            hasher.verify()?;
+            // A scripted side has no bytes of confirmed pages.
+            if list.confirmed_pages() == 0 {
+                hasher.verify()?;
+            }
             return Ok(Message::Pages(list));
         }
         match Frame::decode(&header, &payload, memory_pages)? {

@@ -123,7 +123,7 @@ pub(crate) fn samples() -> Vec<(Frame, Side)> {
     let error = ErrorMessage::new(ErrorCode::SetupRefused, "memory sizes differ");
     vec![
         (Frame::Setup(setup()), Source),
-        (Frame::SetupAck, Destination),
+        (Frame::SetupAck { keeps: true }, Destination),
         (
             Frame::SetupProgress(SetupProgress {
                 pages: 640,

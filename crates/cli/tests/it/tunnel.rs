@@ -1,0 +1,254 @@
+//! `pageferry tunnel`, with VMMs that are threads of the test.
+
+use crate::json_document::Document;
+use crate::support::{Dir, Process, ask, pageferry, status};
+use pageferry_testkit::wait_until;
+use rustix::process::Signal;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::time::Duration;
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// Two tunnels, and the sockets of their VMMs.
+struct Pair {
+    dir: Dir,
+    near: Process,
+    far: Process,
+    vmm: UnixListener,
+    listen: PathBuf,
+}
+
+impl Pair {
+    fn start(near_flags: &[&str], far_flags: &[&str]) -> Self {
+        Self::start_in(Dir::new(), near_flags, far_flags)
+    }
+
+    fn start_in(dir: Dir, near_flags: &[&str], far_flags: &[&str]) -> Self {
+        let (listen, connect) = (dir.path("out"), dir.path("in"));
+        let vmm = UnixListener::bind(&connect).unwrap();
+        let connect = format!("unix:{}", connect.display());
+        let args = ["tunnel", "--accept", "127.0.0.1:0", "--connect", &connect];
+        let far = Process::start(&[&args[..], far_flags].concat(), &dir);
+        let at = far.wait_until_said("listening at ");
+        let at = at
+            .split(',')
+            .next()
+            .unwrap()
+            .trim_start_matches("tcp:")
+            .to_owned();
+        let out = format!("unix:{}", listen.display());
+        let args = ["tunnel", "--listen", &out, "--to", &at];
+        let near = Process::start(&[&args[..], near_flags].concat(), &dir);
+        near.wait_until_said("listening at ");
+        Self {
+            dir,
+            near,
+            far,
+            vmm,
+            listen,
+        }
+    }
+
+    fn open(&self) -> (UnixStream, UnixStream) {
+        let near = UnixStream::connect(&self.listen).unwrap();
+        let (far, _) = self.vmm.accept().unwrap();
+        for stream in [&near, &far] {
+            stream.set_read_timeout(Some(LIMIT)).unwrap();
+        }
+        (near, far)
+    }
+}
+
+/// Moves some bytes, and ends the stream in both directions.
+fn use_up((mut near, mut far): (UnixStream, UnixStream)) {
+    near.write_all(b"QEVM\0\0\0\x03").unwrap();
+    near.shutdown(Shutdown::Write).unwrap();
+    let mut got = Vec::new();
+    far.read_to_end(&mut got).unwrap();
+    assert_eq!(got, b"QEVM\0\0\0\x03");
+    far.shutdown(Shutdown::Write).unwrap();
+    near.read_to_end(&mut got).unwrap();
+}
+
+#[test]
+fn one_migration_is_carried_and_its_result_is_described() {
+    let pair = Pair::start(&["--once", "--json"], &["--once", "--events"]);
+    use_up(pair.open());
+    let near = pair.near.end();
+    near.assert_ok();
+    let section = Document::read().section("tunnel");
+    section.assert_describes(&near.json(), &[], &[]);
+    let result = near.json();
+    assert_eq!(result["streams"][0]["kind"], "qemu-main");
+    assert_eq!(result["error"], serde_json::Value::Null);
+    let far = pair.far.end();
+    far.assert_ok();
+    let events: Vec<serde_json::Value> = far
+        .stdout
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!(events.first().unwrap()["event"], "began");
+    assert_eq!(events.last().unwrap()["event"], "ended");
+    assert_eq!(
+        events.last().unwrap()["session"]["session"],
+        result["session"]
+    );
+    drop(pair.vmm);
+    std::fs::remove_file(pair.dir.path("in")).unwrap();
+    pair.dir.assert_empty();
+}
+
+#[test]
+fn a_tunnel_answers_as_a_vm_does() {
+    let dir = Dir::new();
+    let socket = dir.path("near.sock");
+    let metrics = format!("unix:{}", dir.path("near.metrics").display());
+    let flags = ["--control", socket.to_str().unwrap(), "--metrics", &metrics];
+    let pair = Pair::start_in(dir, &flags, &[]);
+    assert_eq!(status(&socket).unwrap()["state"], "waiting");
+    let refused = ask(&socket, "{\"command\":\"cancel\"}\n").unwrap();
+    assert_eq!(refused["error"]["kind"], "declined");
+    let streams = pair.open();
+    (&streams.0).write_all(b"QEVM").unwrap();
+    (&streams.1).read_exact(&mut [0; 4]).unwrap();
+    // The state is published from time to time.
+    wait_until("the status to count the bytes", || {
+        let now = status(&socket).unwrap();
+        now["tunnel"]["sessions"][0]["streams"][0]["sent_bytes"] == 4
+    });
+    assert_eq!(status(&socket).unwrap()["state"], "carrying");
+    let shown = pageferry(&["status", "--vm", socket.to_str().unwrap()]);
+    shown.assert_ok();
+    assert!(
+        shown.stdout.contains("1 (qemu-main): 4 B sent"),
+        "{}",
+        shown.stdout
+    );
+    let watched = pageferry(&["watch", "--vm", socket.to_str().unwrap(), "--for", "100ms"]);
+    watched.assert_ok();
+    assert!(
+        watched.stdout.contains("default: 4 B sent"),
+        "{}",
+        watched.stdout
+    );
+    for command in ["pause", "migrate", "console"] {
+        let more = if command == "migrate" {
+            r#","to":"127.0.0.1:1""#
+        } else {
+            ""
+        };
+        let refused = ask(&socket, &format!("{{\"command\":\"{command}\"{more}}}\n")).unwrap();
+        assert_eq!(refused["error"]["kind"], "declined", "{command}");
+    }
+    let mut metrics = UnixStream::connect(pair.dir.path("near.metrics")).unwrap();
+    metrics
+        .write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        .unwrap();
+    let mut page = String::new();
+    metrics.read_to_string(&mut page).unwrap();
+    assert!(page.contains("pageferry_tunnel_sessions 1\n"), "{page}");
+    assert!(
+        page.contains("pageferry_tunnel_session_sent_bytes_total{route=\"default\",session=\""),
+        "{page}"
+    );
+    // The end of the command waits for the migration.
+    pair.near.signal(Signal::TERM);
+    pair.near.wait_until_said("waiting for 1 migration");
+    use_up(streams);
+    pair.near.end().assert_ok();
+    let far = pair.far;
+    far.interrupt();
+    far.end().assert_ok();
+}
+
+#[test]
+fn streams_are_cut_when_somebody_asks_twice() {
+    let pair = Pair::start(&[], &["--once"]);
+    let (mut near, _far) = pair.open();
+    pair.near.interrupt();
+    pair.near.wait_until_said("waiting for 1 migration");
+    pair.near.interrupt();
+    let mut rest = Vec::new();
+    near.read_to_end(&mut rest).unwrap();
+    assert!(rest.is_empty());
+    pair.near.end().assert_ok();
+    pair.far
+        .end()
+        .assert_failed(8, "cancelled: the streams were cut");
+}
+
+#[test]
+fn a_tunnel_says_why_it_cannot_carry() {
+    let dir = Dir::new();
+    let out = format!("unix:{}", dir.path("out").display());
+    // Nobody listens there, and nobody ever will.
+    let args = ["tunnel", "--listen", &out, "--to", "127.0.0.1:1", "--once"];
+    let near = Process::start(&args, &dir);
+    near.wait_until_said("listening at ");
+    let _stream = UnixStream::connect(dir.path("out")).unwrap();
+    near.end().assert_failed(6, "refused the connection");
+    // No VMM at the far end.
+    let nowhere = format!("unix:{}", dir.path("nowhere").display());
+    let args = [
+        "tunnel",
+        "--accept",
+        "127.0.0.1:0",
+        "--connect",
+        &nowhere,
+        "--once",
+    ];
+    let far = Process::start(&args, &dir);
+    let at = far.wait_until_said("listening at ");
+    let at = at
+        .split(',')
+        .next()
+        .unwrap()
+        .trim_start_matches("tcp:")
+        .to_owned();
+    let near = Process::start(&["tunnel", "--listen", &out, "--to", &at, "--once"], &dir);
+    near.wait_until_said("listening at ");
+    let _stream = UnixStream::connect(dir.path("out")).unwrap();
+    far.end().assert_failed(11, "stream 1 cannot be opened");
+    near.end()
+        .assert_failed(8, "the other end of the tunnel: stream 1 cannot be opened");
+    for flags in [
+        &["--listen", &out][..],
+        &["--to", "127.0.0.1:1"],
+        &["--to", "127.0.0.1:1", "--connect", &out],
+        &["--accept", "127.0.0.1:0", "--listen", &out],
+        &[
+            "--to",
+            "127.0.0.1:1",
+            "--accept",
+            "127.0.0.1:0",
+            "--listen",
+            &out,
+        ],
+        &["--to", "127.0.0.1:1", "--route", "x"],
+        &["--to", "127.0.0.1:1", "--listen", &out, "--window", "4k"],
+    ] {
+        assert_eq!(
+            pageferry(&[&["tunnel"], flags].concat()).code,
+            Some(2),
+            "{flags:?}"
+        );
+    }
+    for (flags, code, part) in [
+        (
+            &["--to", "127.0.0.1:1", "--listen", "/nowhere/x"][..],
+            5,
+            "does not exist",
+        ),
+        (
+            &["--accept", "192.0.2.1:1", "--connect", &out],
+            5,
+            "192.0.2.1:1",
+        ),
+    ] {
+        pageferry(&[&["tunnel"], flags].concat()).assert_failed(code, part);
+    }
+}
