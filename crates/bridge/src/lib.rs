@@ -4,9 +4,10 @@
 //! out of order, as long as both processes live. A lost connection costs only waiting.
 //!
 //! **Mechanism.** [`tunnel`] carries the streams of QEMU, libvirt and Cloud Hypervisor between two
-//! hosts.
+//! hosts. [`ch`] moves a VM between two unchanged Cloud Hypervisor processes, by post-copy.
 //!
 //! **Neighbours.** Below: `migration` has the connections, their handshake and TLS, and the
 //! governor. Above: `cli`.
 
+pub mod ch;
 pub mod tunnel;

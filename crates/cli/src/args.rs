@@ -771,6 +771,10 @@ pub(crate) struct ReceiveArgs {
     /// Listen on the socket that systemd's socket activation hands over (LISTEN_FDS, LISTEN_PID)
     #[arg(long)]
     pub(crate) activated: bool,
+    /// Receive a VM of Cloud Hypervisor into the process with this API socket, which has no VM. The
+    /// command ends when that process has all of it
+    #[arg(long = "for", value_name = "ch:API_SOCKET", value_parser = crate::bridge::ch::api)]
+    pub(crate) for_vmm: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
     /// Go on in the background once it listens: print the address and the VM's name, and end with
@@ -823,6 +827,10 @@ pub(crate) struct MigrateArgs {
     /// Address on which `pageferry receive` listens: HOST:PORT or unix:PATH
     #[arg(long, value_name = "ADDR")]
     pub(crate) to: Address,
+    /// Of a VM of Cloud Hypervisor (--vm ch:API_SOCKET), leave a paused one behind when it has moved.
+    /// It keeps its locks of disks. For versions after v53
+    #[arg(long)]
+    pub(crate) preserve_source: bool,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
     #[command(flatten)]

@@ -10,7 +10,8 @@
 //! [`migrate`] and [`status`] are its clients, and find it by [`sockets`]. [`metrics`] serves its
 //! figures to Prometheus.
 //! [`demo`] is a source that starts its destination. [`report`] shows the record of a migration as
-//! a table, JSON or HTML. [`tunnel`] carries the streams of other VMMs. [`snapshot`] packs the memory of snapshots. [`probe`] tests the host.
+//! a table, JSON or HTML. [`tunnel`] carries the streams of other VMMs, and [`bridge`] moves their
+//! VMs. [`snapshot`] packs the memory of snapshots. [`probe`] tests the host.
 //!
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`, `snapshot`.
 //! Nothing is above. The crate must not know wire formats, page tables or ioctls. Its only unsafe
@@ -25,6 +26,7 @@ mod bench;
 #[cfg(not(feature = "bench"))]
 #[path = "bench/absent.rs"]
 mod bench;
+mod bridge;
 mod cgroup;
 mod console;
 mod control;

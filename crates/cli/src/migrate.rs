@@ -1,6 +1,7 @@
 //! `pageferry migrate`: asks a VM on this host to move.
 
 use crate::args::MigrateArgs;
+use crate::bridge;
 use crate::control::client::{Client, ask};
 use crate::control::options::MigrateOptions;
 use crate::control::protocol::{ErrorLine, Event, Request, SessionEvent};
@@ -27,6 +28,13 @@ const CHECK_LIMIT: Duration = Duration::from_secs(60);
 /// # Errors
 /// The failure that the VM's process reports.
 pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    if let Some(api) = bridge::ch::of(args.vm.vm.as_deref())? {
+        return bridge::ch::migrate(&api, args, interrupts);
+    }
+    if args.preserve_source {
+        let why = "--preserve-source is for VMs of Cloud Hypervisor: give --vm ch:API_SOCKET";
+        return Err(Failure::new(Exit::Usage, why));
+    }
     if args.check {
         return check(args, interrupts);
     }
@@ -86,6 +94,12 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
     }
     let report: Report = serde_json::from_value(answer?)
         .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's report is not readable: {e}")))?;
+    show_report(&report, args);
+    Ok(())
+}
+
+/// Shows the record of a migration that has succeeded.
+pub(crate) fn show_report(report: &Report, args: &MigrateArgs) {
     if args.events {
         output::json_line(&json!({"at": wall_clock::now(), "result": report.json()}));
     } else if args.json {
@@ -97,7 +111,6 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
             report.table(args.details.verbose)
         ));
     }
-    Ok(())
 }
 
 /// Checks the way to the destination, and says what was checked.
@@ -149,7 +162,7 @@ fn show_on(feed: &Feed, event: Event) {
 }
 
 /// The options of the request, beside its destination.
-fn options(args: &MigrateArgs) -> MigrateOptions {
+pub(crate) fn options(args: &MigrateArgs) -> MigrateOptions {
     let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     MigrateOptions {
         channels: Some(args.channels.channels),

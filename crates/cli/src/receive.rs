@@ -2,6 +2,7 @@
 
 use crate::activation;
 use crate::args::ReceiveArgs;
+use crate::bridge;
 use crate::console::Shown;
 use crate::control::options::{limits, plain};
 use crate::control::server::Server;
@@ -64,7 +65,7 @@ pub(crate) fn receive(
     let destination = listen(args)?;
     host.set_destination(&destination);
     announce(args, &destination);
-    if args.delivery.delivery.0.is_none() {
+    if args.delivery.delivery.0.is_none() && args.for_vmm.is_none() {
         try_deliveries();
     }
     if let Some((_, path)) = &server {
@@ -82,6 +83,21 @@ pub(crate) fn receive(
         };
         let display = args.child_of.is_none().then(|| Display::start(&feed));
         let mut stops = StopRequests::new(interrupts, Some(&host));
+        if let Some(api) = &args.for_vmm {
+            let taken = bridge::ch::take_in(api, &host, incoming, args, &feed, &mut stops);
+            if let Some(display) = display {
+                display.finish();
+            }
+            match taken {
+                Err(failure)
+                    if host.activity() == Activity::Waiting && goes_on(args, &host, interrupts) =>
+                {
+                    notes.say(&format!("{failure}; still listening"));
+                    continue;
+                }
+                ended => return ended,
+            }
+        }
         let taken = take_in(&host, incoming, args, &feed, &mut stops, &mut console);
         if let Some(display) = display {
             display.finish();
@@ -226,7 +242,7 @@ impl Notes {
 }
 
 /// Checks the offered VM against the limits of this destination, before anything is allocated.
-fn check_limits(offer: &Offer, args: &ReceiveArgs) -> Result<(), Failure> {
+pub(crate) fn check_limits(offer: &Offer, args: &ReceiveArgs) -> Result<(), Failure> {
     let refuse = |message| Err(Failure::new(Exit::Refused, message));
     let max_vcpus = args.max_vcpus.unwrap_or_else(default_max_vcpus);
     if offer.vcpus > max_vcpus {

@@ -30,6 +30,7 @@ pub struct AdoptedRegion {
     fd: OwnedFd,
     offset: u64,
     mapped: Option<Hva>,
+    keeps_size: bool,
 }
 
 impl AdoptedRegion {
@@ -43,6 +44,18 @@ impl AdoptedRegion {
             fd,
             offset,
             mapped: None,
+            keeps_size: false,
+        }
+    }
+
+    /// The same region, whose memfd keeps its size by the caller's word. [`GuestRam::adopt`] then
+    /// takes a memfd that cannot be sealed, such as one of another VMM. If that VMM shrinks it,
+    /// this process ends by SIGBUS.
+    #[must_use]
+    pub fn keeps_size(self) -> Self {
+        Self {
+            keeps_size: true,
+            ..self
         }
     }
 
@@ -253,7 +266,7 @@ fn check(region: &AdoptedRegion) -> Result<(Backing, (u64, u64)), MachineError> 
         let _ = rustix::fs::fcntl_add_seals(&region.fd, SealFlags::SHRINK);
     }
     let seals = seals()?;
-    if !seals.contains(SealFlags::SHRINK) {
+    if !seals.contains(SealFlags::SHRINK) && !region.keeps_size {
         let why = "its memfd can shrink: create it with MFD_ALLOW_SEALING, or add F_SEAL_SHRINK";
         return Err(refused(region, why));
     }

@@ -10,14 +10,16 @@
 //! Networks are in two modules: [`two_hosts`] shapes a link of the kernel, [`shaper`] is a proxy
 //! that injects faults. [`rv64`] has machine code for small guests. With the feature
 //! `certificates`, there are certificates for TLS. `firecracker` is a double of Firecracker's side
-//! of a restore.
+//! of a restore, and `cloud_hypervisor` one of both ends of a migration.
 //!
 //! **Neighbours.** A development dependency: no crate needs it to build. It uses `std` and rustix,
-//! `hosts` for shaped links and huge pages, `userfault` for the double, rcgen for certificates, and
+//! `hosts` for shaped links and huge pages, `userfault` for the doubles, serde_json, rcgen for certificates, and
 //! loom under `--cfg loom`.
 
 #[cfg(feature = "certificates")]
 pub mod certificates;
+#[cfg(not(any(loom, shuttle)))]
+pub mod cloud_hypervisor;
 #[cfg(not(any(loom, shuttle)))]
 pub mod firecracker;
 mod guest_linux;

@@ -21,7 +21,7 @@ mod watch;
 pub(crate) use keep::Ended;
 pub(crate) use leave::{FINISHING, send_away};
 pub(crate) use save::{MEMORY, STATE, check_target};
-pub(crate) use service::{HostService, VM_STATES};
+pub(crate) use service::{HostService, Told, VM_STATES};
 pub(crate) use state::{Activity, Host, Jobs};
 pub(crate) use wait::{ABANDONED_AT_SOURCE, Answers, StopRequests, catch_defect, wait_for_outcome};
 pub(crate) use watch::{Watch, has_switched_over};

@@ -44,6 +44,40 @@ const END_OF_ARRIVAL: Duration = Duration::from_secs(15);
 /// Serves a host's control socket.
 pub(crate) struct HostService(pub(crate) Arc<Host>);
 
+/// What was told of a migration that takes a VM away.
+pub(crate) struct Told<'a> {
+    feed: &'a Feed,
+    session: &'a SourceSession,
+    events: SessionEvents,
+}
+
+impl<'a> Told<'a> {
+    pub(crate) fn new(feed: &'a Feed, session: &'a SourceSession) -> Self {
+        Self {
+            feed,
+            session,
+            events: SessionEvents::default(),
+        }
+    }
+
+    /// Tells what is new.
+    pub(crate) fn tell(&mut self, event: &mut dyn FnMut(Event)) {
+        for update in self.feed.take() {
+            event(match update {
+                Update::Phase(phase) => Event::Phase(phase.into()),
+                Update::Progress { done, total } => Event::Progress { done, total },
+                Update::Allocated { done, total } => Event::Allocated { done, total },
+                Update::Step(text) | Update::Note(text) => Event::Note(text),
+            });
+        }
+        let status = self.session.status();
+        let rates = self.events.rates(&status);
+        for happened in self.events.see(&status).into_iter().chain(rates) {
+            event(Event::Session(happened));
+        }
+    }
+}
+
 /// A destination waits for its VM.
 fn no_vm() -> Failure {
     Failure::new(Exit::NoVm, "there is no VM here yet")
@@ -300,22 +334,10 @@ impl Host {
                 return Err(refuse("the VM is ending"));
             }
         }
-        let mut session_events = SessionEvents::default();
+        let mut told = Told::new(&feed, &session);
         loop {
             let outcome = outcome.recv_timeout(Interrupts::POLL);
-            for update in feed.take() {
-                event(match update {
-                    Update::Phase(phase) => Event::Phase(phase.into()),
-                    Update::Progress { done, total } => Event::Progress { done, total },
-                    Update::Allocated { done, total } => Event::Allocated { done, total },
-                    Update::Step(text) | Update::Note(text) => Event::Note(text),
-                });
-            }
-            let status = session.status();
-            let rates = session_events.rates(&status);
-            for happened in session_events.see(&status).into_iter().chain(rates) {
-                event(Event::Session(happened));
-            }
+            told.tell(event);
             match outcome {
                 Ok(Ok(report)) => return Ok(json!(report)),
                 Ok(Err(failure)) => return Err(failure),

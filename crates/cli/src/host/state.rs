@@ -159,7 +159,7 @@ impl Host {
     }
 
     /// Keeps the hold on a migration that begins.
-    pub(super) fn set_session(&self, session: &Arc<SourceSession>) {
+    pub(crate) fn set_session(&self, session: &Arc<SourceSession>) {
         let mut kept = self.session.lock().unwrap_or_else(PoisonError::into_inner);
         *kept = Some(Arc::clone(session));
     }

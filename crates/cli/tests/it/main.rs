@@ -14,6 +14,7 @@ mod bench_postcopy_latency;
 #[cfg(feature = "bench")]
 mod bench_tunnel;
 mod check;
+mod cloud_hypervisor;
 mod console;
 mod control;
 mod cpus;
@@ -60,6 +61,12 @@ mod tunnel_qemu;
 mod two_hosts;
 mod two_processes;
 mod watch;
+
+/// Becomes Cloud Hypervisor's double in a process that a test has started for that.
+#[test]
+fn cloud_hypervisor_double() {
+    pageferry_testkit::cloud_hypervisor::entry();
+}
 
 /// Becomes Firecracker's double in a process that a test has started for that.
 #[test]

@@ -169,6 +169,9 @@ fn memory_that_cannot_serve_is_refused_with_the_reason() {
     let open = memfd_create("open", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&open, MIB).unwrap();
     assert!(why(vec![region(0, 4096, &open, 0)]).contains("F_SEAL_SHRINK"));
+    adopt(vec![region(0, MIB, &open, 0).keeps_size()]).unwrap();
+    let short = vec![region(0, 2 * MIB, &open, 0).keeps_size()];
+    assert!(why(short).contains("has 1048576 bytes"));
     let sealed = memfd(MIB, empty).unwrap();
     fcntl_add_seals(&sealed, SealFlags::WRITE).unwrap();
     assert!(why(vec![region(0, 4096, &sealed, 0)]).contains("against writing"));

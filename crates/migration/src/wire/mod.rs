@@ -113,7 +113,7 @@ pub const MAX_CONFIRMED_PAGES: usize = 512;
 /// The most memory regions in a [`Setup`].
 pub const MAX_REGIONS: usize = 64;
 /// The longest guest description in a [`Setup`], in bytes.
-pub const MAX_DESCRIPTION_BYTES: usize = 4096;
+pub const MAX_DESCRIPTION_BYTES: usize = 64 << 10;
 /// The longest text in an Error or Discarded frame, in bytes of UTF-8.
 pub const MAX_ERROR_BYTES: usize = 1024;
 /// The most runs in a Missing frame.

@@ -230,10 +230,10 @@ fn turning_away_takes_no_time() {
 fn refuses_a_long_first_frame(config: DestinationConfig, protection: &Protection) {
     let destination = listen(config);
     let to = address_of(&destination);
-    let runs = (0..100_000).map(|n| 2 * n..2 * n + 1);
+    let runs = (0..100_000).map(|n| 1000 * n..1000 * n + 500);
     let missing = MissingRuns::frames(runs).next().unwrap();
     let bytes = encoded(&Frame::Missing(missing));
-    assert!(bytes.len() > 100 << 10);
+    assert!(bytes.len() > 200 << 10);
     let identity = Identity::random().unwrap();
     let source = open(&to, protection, &identity, ChannelKey::control(1)).unwrap();
     crate::scripted::say(&source.connection, &bytes[..HEADER_BYTES]);

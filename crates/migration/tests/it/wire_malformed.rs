@@ -310,7 +310,7 @@ fn each_field_of_a_setup_is_checked() {
     assert!(matches!(set(208, &[3]), WireError::WrongLength { .. }));
     assert!(matches!(
         set(212, &u32::MAX.to_le_bytes()),
-        WireError::TooLong { max: 4096, .. }
+        WireError::TooLong { max: 65_536, .. }
     ));
     assert!(matches!(set(212, &[7]), WireError::WrongLength { .. }));
     assert!(matches!(
@@ -351,7 +351,7 @@ fn a_setup_that_breaks_its_own_rules_is_not_sent() {
     setup.description = vec![0; MAX_DESCRIPTION_BYTES + 1];
     let mut out = Vec::new();
     let error = Frame::Setup(setup).encode(&mut out).unwrap_err();
-    assert!(matches!(error, WireError::TooLong { len: 4097, .. }));
+    assert!(matches!(error, WireError::TooLong { len: 65_537, .. }));
     let vcpu = VcpuState {
         vcpu: 0,
         state: vec![0; MAX_VCPU_STATE_BYTES + 1],

@@ -46,7 +46,7 @@ fn each_page_is_faulted_in_once_and_has_its_own_frame() {
     }
     let loads = Command::pages(Routine::Load, gva, PAGES / 2);
     let sum = vcpu.complete(loads, &mut space);
-    assert_eq!(sum, (0..PAGES / 2).sum());
+    assert_eq!(sum, (0..PAGES / 2).sum::<u64>());
     let expected = Faults {
         installed: PAGES / 2,
         ..Faults::default()

@@ -1,0 +1,619 @@
+//! The seam of a Cloud Hypervisor that a VM arrives at.
+//!
+//! **Guarantee.** A page fault is answered once, and when its page has its right bytes. A process
+//! that refuses the VM before `Go` costs nothing: the VM runs on at the source.
+//!
+//! **Mechanism.** The receiving process gets memfds of ours and Config while the VM still runs at
+//! its source, and the connection for page faults. It gets State in the switch-over, and Complete on
+//! `Go`. A thread answers its page faults, one at a time, until it has all pages.
+//!
+//! It may touch a missing page while it loads State, such as that of the guest's clock. Such a page
+//! comes only behind `Go`. So the VM counts as loaded when State is answered, or when the process
+//! waits for a page. If it refuses State later than that, the VM is lost here, and given up.
+//!
+//! **Neighbours.** `migration` brings the pages. `source` is the other seam.
+#![expect(unsafe_code, reason = "shares memory with another VMM")]
+
+use super::api::{Api, Call, Meeting, until};
+use super::error::ChError;
+use super::link::{Limit, Link};
+use super::wire::{self, Command, FAULT_CONNECTION, Mapping, Range, Status};
+use super::{KIND, STATE_DEVICE, STATE_VERSION, VM_PAUSED, VM_RUNS};
+use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
+use pageferry_machine::{
+    AdoptedRegion, Apply, Device, GuestRam, Machine, MachineError, MachineKind, PauseReport,
+    VcpuState, Vcpus,
+};
+use pageferry_migration::{
+    Destination, DestinationFailure, DestinationReport, Incoming, MigrationError, Observer, Offer,
+    Resolver, RunningVm,
+};
+use pageferry_userfault::PageBitmap;
+use rustix::fs::{MemfdFlags, SealFlags};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tracing::{error, info};
+
+/// The limit of a step that the process carries out alone, before `Go`.
+const STEP_LIMIT: Duration = Duration::from_secs(30);
+/// The bytes that one access brings at most.
+const FETCH_BYTES: u64 = 256 << 10;
+
+/// What is asked of a Cloud Hypervisor that waits for a VM.
+#[derive(Clone, Debug)]
+pub struct ReceiverOptions {
+    /// Its API socket.
+    pub api: PathBuf,
+}
+
+/// A failed arrival.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReceiveError {
+    /// The VM was refused before the migration began. It stays at the source.
+    #[error("{0}; the VM stays at the source")]
+    Refused(ChError),
+    /// The migration failed, and says where the VM is.
+    #[error(transparent)]
+    Migration(DestinationFailure),
+    /// The receiving process failed when the VM was its own.
+    #[error("{why}; {}", failure.vm)]
+    Vmm {
+        /// The reason.
+        why: Box<ChError>,
+        /// The end of the migration.
+        failure: DestinationFailure,
+    },
+}
+
+/// A VM that has arrived with all its pages.
+#[must_use = "the process may still ask for pages: call `serve`"]
+pub struct Arrived {
+    /// The migration.
+    pub report: DestinationReport,
+    guest: Running,
+}
+
+impl Arrived {
+    /// Answers page faults until the process has asked for every page.
+    ///
+    /// # Errors
+    /// [`ChError::Gone`] when it ends before. [`ChError::Stopped`] when `stop` returned true: the
+    /// process then ends its VM.
+    pub fn serve(self, stop: &dyn Fn() -> bool) -> Result<(), ChError> {
+        let mut progress = self.guest.0.progress();
+        loop {
+            if let Some(gone) = progress.gone.take() {
+                return Err(gone);
+            }
+            if progress.has_all && progress.completed {
+                return Ok(());
+            }
+            if stop() {
+                return Err(ChError::Stopped);
+            }
+            let waited = self.guest.0.changed.wait_timeout(progress, WATCH);
+            progress = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl std::fmt::Debug for Arrived {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Arrived")
+            .field("report", &self.report)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The interval of looks at `stop`.
+const WATCH: Duration = Duration::from_millis(50);
+
+/// Receives an offered VM into a Cloud Hypervisor process that has none.
+///
+/// # Errors
+/// [`ReceiveError`] says where the VM is.
+pub fn receive(
+    options: &ReceiverOptions,
+    destination: &Arc<Destination>,
+    incoming: Incoming,
+    stop: &dyn Fn() -> bool,
+    observer: &dyn Observer,
+) -> Result<Arrived, ReceiveError> {
+    let guest = match Guest::prepare(options, destination, incoming.offer(), stop) {
+        Ok(guest) => Running(Arc::new(guest)),
+        Err(error) => {
+            incoming.refuse(&error.to_string());
+            return Err(ReceiveError::Refused(error));
+        }
+    };
+    let machine: Arc<dyn Machine> = Arc::clone(&guest.0) as _;
+    let devices = [Arc::clone(&guest.0) as Arc<dyn Device>];
+    let vm = RunningVm {
+        machine: &machine,
+        vcpus: &*guest.0,
+        devices: &devices,
+    };
+    let started = guest.0.start("ch-faults", Guest::serve_faults);
+    if let Err(error) = started.and_then(|()| guest.0.start("ch-main", Guest::follow)) {
+        incoming.refuse(&error.to_string());
+        return Err(ReceiveError::Refused(error.into()));
+    }
+    match incoming.receive(&vm, &Resolver::new(), stop, observer) {
+        Ok(report) => Ok(Arrived { report, guest }),
+        Err(failure) => {
+            let why = guest.0.progress().gone.take();
+            Err(match why {
+                Some(why) => ReceiveError::Vmm {
+                    why: why.into(),
+                    failure,
+                },
+                None => ReceiveError::Migration(failure),
+            })
+        }
+    }
+}
+
+/// Ends the threads and connections of a guest on drop. The process then ends its VM, unless it has
+/// all pages.
+struct Running(Arc<Guest>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.over.store(true, Ordering::Release);
+        self.0.main.shutdown();
+        self.0.faults.shutdown();
+        let threads = std::mem::take(&mut self.0.progress().threads);
+        self.0.changed.notify_all();
+        for thread in threads {
+            // Its panic message was printed.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A receiving process: the machine, its vCPUs and its one device.
+struct Guest {
+    ram: Arc<GuestRam>,
+    api: Api,
+    main: Link,
+    faults: Link,
+    _meeting: Meeting,
+    /// The wait for the answer to `vm.receive-migration`.
+    _call: Call,
+    /// Ends the migration.
+    give_up: Box<dyn Fn() + Send + Sync>,
+    over: AtomicBool,
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Progress {
+    /// The State that has come.
+    state: Option<Vec<u8>>,
+    /// Whether the VM comes paused.
+    paused: bool,
+    threads: Vec<JoinHandle<()>>,
+    /// The process has begun to load State.
+    begun: bool,
+    /// It has loaded State.
+    loaded: bool,
+    /// It waits for a page.
+    waits: bool,
+    /// The VM is its own.
+    go: bool,
+    /// It has answered Complete.
+    completed: bool,
+    /// It has asked for every page.
+    has_all: bool,
+    /// It failed.
+    gone: Option<ChError>,
+}
+
+/// How the service of page faults has ended.
+enum Ended {
+    /// The process has closed the connection.
+    Closed,
+    /// A page never comes. An answer would pass off a wrong one, and the end of the connection
+    /// would end the VM. So the request stands until the guest is dropped.
+    Unanswered,
+}
+
+/// Checks that an offer is such a VM. Returns its memory.
+fn check(offer: &Offer) -> Result<Vec<Mapping>, ChError> {
+    if offer.kind.engine.as_str() != KIND.engine {
+        let why = format!(
+            "its engine is {}, expected {}",
+            offer.kind.engine, KIND.engine
+        );
+        return Err(ChError::Offer(why));
+    }
+    let mappings = wire::mappings(&offer.guest)?;
+    let mut bytes = 0_u64;
+    for mapping in &mappings {
+        bytes = bytes.saturating_add(mapping.size);
+    }
+    if bytes != offer.memory_bytes {
+        let why = format!(
+            "its Config maps {bytes} bytes of RAM, and the offer has {}",
+            offer.memory_bytes
+        );
+        return Err(ChError::Offer(why));
+    }
+    Ok(mappings)
+}
+
+/// The memfd of a mapping.
+fn memfd(mapping: &Mapping) -> Result<OwnedFd, ChError> {
+    let failed = |e| ChError::io("cannot make a memfd for guest memory", e);
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = rustix::fs::memfd_create("pageferry-ch", flags).map_err(failed)?;
+    let size = mapping.file_offset + mapping.size;
+    rustix::fs::ftruncate(&fd, size).map_err(failed)?;
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
+    Ok(fd)
+}
+
+impl Guest {
+    /// Gives the process its memory and Config.
+    fn prepare(
+        options: &ReceiverOptions,
+        destination: &Arc<Destination>,
+        offer: &Offer,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Self, ChError> {
+        let mappings = check(offer)?;
+        let api = Api::new(&options.api);
+        let meeting = Meeting::beside(api.path())?;
+        let fds: Vec<_> = mappings.iter().map(memfd).collect::<Result<_, _>>()?;
+        let regions = mappings.iter().zip(&fds).map(|(mapping, fd)| {
+            let fd = fd.try_clone();
+            let fd = fd.map_err(|e| ChError::io("cannot clone a memfd", e))?;
+            let start = Gpa(mapping.gpa);
+            Ok(AdoptedRegion::new(
+                start,
+                mapping.size,
+                fd,
+                mapping.file_offset,
+            ))
+        });
+        let regions = regions.collect::<Result<_, ChError>>()?;
+        // SAFETY: the memfds are new. The process that gets them touches them by the vCPUs and
+        // devices of its VM only, and these wait at missing pages by userfaultfd.
+        let ram = unsafe { GuestRam::adopt(regions) }?;
+        let body = serde_json::json!({
+            "receiver_url": meeting.url(),
+            "memory_mode": "Postcopy",
+        });
+        let call = api.begin("vm.receive-migration", Some(&body.to_string()))?;
+        let stream = until(
+            "listen",
+            STEP_LIMIT,
+            &call,
+            stop,
+            || match UnixStream::connect(&meeting.socket) {
+                Ok(stream) => Ok(Some(stream)),
+                Err(e) => match e.kind() {
+                    std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused => {
+                        Ok(None)
+                    }
+                    _ => Err(ChError::io("cannot connect to Cloud Hypervisor", e)),
+                },
+            },
+        )?;
+        let main = Link::new(stream)?;
+        let limit = Limit::new(STEP_LIMIT);
+        main.begin(Command::Start, &[], "start", STEP_LIMIT)?;
+        main.expect_ok("start a migration", limit)?;
+        for (mapping, fd) in mappings.iter().zip(&fds) {
+            main.begin_memory_fd(mapping.slot, fd.as_fd())?;
+            main.expect_ok("take a memfd", limit)?;
+        }
+        main.begin(Command::Config, &offer.guest, "take Config", STEP_LIMIT)?;
+        main.expect_ok("take the VM's Config", limit)?;
+        let faults = UnixStream::connect(&meeting.socket)
+            .map_err(|e| ChError::io("cannot open the connection for page faults", e))?;
+        let faults = Link::new(faults)?;
+        faults.send(&FAULT_CONNECTION.to_le_bytes(), "take page faults")?;
+        info!("the receiving Cloud Hypervisor takes the VM's Config");
+        let host = Arc::clone(destination);
+        Ok(Self {
+            ram: Arc::new(ram),
+            api,
+            main,
+            faults,
+            _meeting: meeting,
+            _call: call,
+            give_up: Box::new(move || host.give_up()),
+            over: AtomicBool::new(false),
+            progress: Mutex::default(),
+            changed: Condvar::new(),
+        })
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Progress)) {
+        change(&mut self.progress());
+        self.changed.notify_all();
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// The process failed: the VM cannot go on here.
+    fn fail(&self, why: ChError) {
+        if self.is_over() {
+            return;
+        }
+        error!(%why, "the receiving Cloud Hypervisor failed");
+        let mut ends = false;
+        self.change(|progress| {
+            // In between, `restore` and `Go` find the reason.
+            ends = progress.go || !progress.begun;
+            progress.gone.get_or_insert(why);
+        });
+        if ends {
+            (self.give_up)();
+        }
+    }
+
+    /// Starts a thread of this guest.
+    fn start(self: &Arc<Self>, name: &str, run: fn(&Self)) -> Result<(), MachineError> {
+        let guest = Arc::clone(self);
+        let thread = std::thread::Builder::new()
+            .name(name.into())
+            .spawn(move || run(&guest))
+            .map_err(|e| MachineError::os("cannot start a thread", e))?;
+        self.progress().threads.push(thread);
+        Ok(())
+    }
+
+    /// Follows the process from State on.
+    fn follow(&self) {
+        if let Err(error) = self.load_and_complete() {
+            self.fail(error);
+        }
+    }
+
+    /// Waits for the answer to State. Says Complete on `Go`, and waits for the answer. Both may wait
+    /// for pages.
+    fn load_and_complete(&self) -> Result<(), ChError> {
+        self.main.expect_ok("load State", None)?;
+        self.change(|progress| progress.loaded = true);
+        let Some(paused) = self.wait_for_go() else {
+            return Ok(());
+        };
+        let command = match paused {
+            true => Command::CompletePaused,
+            false => Command::Complete,
+        };
+        self.main.begin(command, &[], "complete", STEP_LIMIT)?;
+        self.main.expect_ok("complete", None)?;
+        self.change(|progress| progress.completed = true);
+        Ok(())
+    }
+
+    /// Waits for `Go`. Returns whether the VM comes paused, or `None` if it does not come.
+    fn wait_for_go(&self) -> Option<bool> {
+        let mut progress = self.progress();
+        while !progress.go {
+            if self.is_over() || progress.gone.is_some() {
+                return None;
+            }
+            let waited = self.changed.wait_timeout(progress, WATCH);
+            progress = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Some(progress.paused)
+    }
+
+    /// Answers page faults until the process has no more.
+    fn serve_faults(&self) {
+        let asked = PageBitmap::new(self.ram.pages() as usize);
+        let ended = self.answer_faults(&asked);
+        let (asked, pages) = (asked.count() as u64, self.ram.pages());
+        match ended {
+            Ok(Ended::Closed) if asked == pages => self.change(|progress| progress.has_all = true),
+            Ok(Ended::Unanswered) => {}
+            Ok(Ended::Closed) => {
+                // Before `Go`, the other connection has the reason.
+                if self.wait_for_go().is_some() {
+                    self.fail(ChError::Gone { asked, pages });
+                }
+            }
+            Err(error) => self.fail(error),
+        }
+    }
+
+    fn answer_faults(&self, asked: &PageBitmap) -> Result<Ended, ChError> {
+        let link = &self.faults;
+        while let Some(request) = link.try_request("ask for a page", None)? {
+            match request.command {
+                Command::PageFault => {}
+                Command::Abandon => {
+                    link.answer(Status::Ok)?;
+                    return Err(ChError::Abandoned);
+                }
+                other => {
+                    return Err(ChError::Order {
+                        found: format!("{other:?}"),
+                        expected: "PageFault",
+                    });
+                }
+            }
+            let range = Range::decode(link.range()?)?;
+            let first = self.page_of(range)?;
+            if !self.bring(first, range.length) {
+                return Ok(Ended::Unanswered);
+            }
+            // The process maps what is in the page cache, and a zero page may not be.
+            let pages = range.length / PAGE_SIZE;
+            self.ram.allocate_range(first, pages)?;
+            asked.set_range(first.0 as usize..(first.0 + pages) as usize);
+            link.answer(Status::Ok)?;
+        }
+        Ok(Ended::Closed)
+    }
+
+    /// The first page of a range, which lies in one region of RAM.
+    fn page_of(&self, range: Range) -> Result<RamPage, ChError> {
+        let regions = self.ram.layout().regions().iter();
+        let page = regions.into_iter().find_map(|region| {
+            let offset = range.gpa.checked_sub(region.gfn.gpa().0)?;
+            let end = offset.checked_add(range.length)?;
+            (end <= region.pages * PAGE_SIZE).then(|| RamPage(region.first.0 + offset / PAGE_SIZE))
+        });
+        let Range { gpa, length } = range;
+        Ok(page.ok_or(wire::WireError::Range { gpa, length })?)
+    }
+
+    /// Waits until pages are here. Returns false if they never come.
+    fn bring(&self, first: RamPage, bytes: u64) -> bool {
+        let mut byte = [0];
+        if self.ram.try_read(first, &mut byte).is_err() {
+            self.change(|progress| progress.waits = true);
+        }
+        let stop = || self.is_over();
+        let mut rest = vec![0; bytes.min(FETCH_BYTES) as usize];
+        let mut done = 0;
+        while done < bytes {
+            let part = &mut rest[..(bytes - done).min(FETCH_BYTES) as usize];
+            if let Err(error) = self.ram.read((first, done), part, &stop) {
+                error!(%error, "a page fault is left without an answer");
+                return false;
+            }
+            done += part.len() as u64;
+        }
+        true
+    }
+}
+
+impl Machine for Guest {
+    fn kind(&self) -> MachineKind<'_> {
+        KIND
+    }
+    fn ram(&self) -> &Arc<GuestRam> {
+        &self.ram
+    }
+    fn has_dirty_log(&self) -> bool {
+        false
+    }
+}
+
+impl Vcpus for Guest {
+    fn count(&self) -> usize {
+        1
+    }
+    /// Before `Go` nothing runs. Later it is a failure that pauses.
+    fn pause(&self, limit: Duration) -> Result<PauseReport, MachineError> {
+        let went = self.progress().go;
+        if went {
+            let paused = self.api.call("vm.pause", Some(""), limit);
+            paused.map_err(MachineError::engine)?;
+        }
+        let now = Instant::now();
+        Ok(PauseReport {
+            first_stop: now,
+            last_stop: now,
+            was_running: went,
+        })
+    }
+    /// Complete makes it run: see [`Device::resume`] of the same guest.
+    fn resume(&self) {}
+    fn inside(&self) -> usize {
+        0
+    }
+    fn save(&self) -> Result<Vec<VcpuState>, MachineError> {
+        Err(MachineError::WrongState("a destination gives no states"))
+    }
+    fn restore(&self, states: &[VcpuState]) -> Result<(), MachineError> {
+        let paused = match states {
+            [VcpuState(state)] if state[..] == [VM_RUNS] => false,
+            [VcpuState(state)] if state[..] == [VM_PAUSED] => true,
+            _ => {
+                let why = format!("expected the byte {VM_RUNS} or {VM_PAUSED}");
+                return Err(MachineError::BadState(why));
+            }
+        };
+        let state = {
+            let mut progress = self.progress();
+            progress.paused = paused;
+            progress.begun = true;
+            progress.state.take()
+        };
+        let state = state.ok_or(MachineError::WrongState("State has not come"))?;
+        let sent = self
+            .main
+            .begin(Command::State, &state, "take State", STEP_LIMIT);
+        sent.map_err(MachineError::engine)?;
+        let began = Instant::now();
+        let mut progress = self.progress();
+        while !progress.loaded && !progress.waits {
+            if let Some(gone) = progress.gone.take() {
+                return Err(MachineError::engine(gone));
+            }
+            if began.elapsed() > STEP_LIMIT {
+                return Err(MachineError::Timeout {
+                    what: "loading State in Cloud Hypervisor",
+                    limit: STEP_LIMIT,
+                });
+            }
+            let waited = self.changed.wait_timeout(progress, WATCH);
+            progress = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
+    }
+}
+
+impl Device for Guest {
+    fn name(&self) -> &str {
+        STATE_DEVICE
+    }
+    fn version(&self) -> u32 {
+        STATE_VERSION
+    }
+    fn pause(&self) -> Result<(), MachineError> {
+        Ok(())
+    }
+    /// `Go`, also for a VM that comes paused.
+    fn resume(&self) {
+        let mut gone = false;
+        self.change(|progress| {
+            progress.go = true;
+            gone = progress.gone.is_some();
+        });
+        // It failed between its last answer and `Go`.
+        if gone {
+            (self.give_up)();
+        }
+    }
+    fn save(&self) -> Result<Vec<u8>, MachineError> {
+        Err(MachineError::WrongState("a destination gives no states"))
+    }
+    /// Cloud Hypervisor itself checks State, when it loads it before `Go`.
+    fn decode<'a>(&'a self, _: u32, bytes: &[u8]) -> Result<Apply<'a>, MachineError> {
+        if bytes.is_empty() {
+            return Err(MachineError::Device("State is empty".into()));
+        }
+        self.progress().state = Some(bytes.to_vec());
+        Ok(Box::new(|| ()))
+    }
+}
+
+impl From<ReceiveError> for MigrationError {
+    fn from(error: ReceiveError) -> Self {
+        match error {
+            ReceiveError::Migration(failure) => failure.error,
+            other => Self::Internal(other.to_string()),
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! A connection of the migration protocol: a Unix socket that may carry descriptors.
+//!
+//! **Guarantee.** Each wait has a limit, unless its caller waits for what may take any time, such as
+//! the next page fault. Nothing beyond a message is read, and memory grows with the bytes that have come.
+
+use super::error::ChError;
+use super::wire::{Command, HEADER_BYTES, Request, Status};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use std::io::{IoSlice, IoSliceMut, Write as _};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+/// The most descriptors that one read takes. Each message has one at most.
+const MOST_DESCRIPTORS: usize = 4;
+/// The bytes that are allocated before any of them has come.
+const STEP: usize = 64 << 10;
+
+/// The end of a wait, and its length for people.
+#[derive(Clone, Copy)]
+pub(super) struct Limit {
+    limit: Duration,
+    until: Instant,
+}
+
+impl Limit {
+    pub(super) fn new(limit: Duration) -> Self {
+        Self {
+            limit,
+            until: Instant::now() + limit,
+        }
+    }
+
+    /// The time that is left.
+    pub(super) fn left(self, what: &'static str) -> Result<Duration, ChError> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            let limit = self.limit;
+            return Err(ChError::Timeout { what, limit });
+        }
+        Ok(left)
+    }
+}
+
+pub(super) struct Link(UnixStream);
+
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Link {
+    pub(super) fn new(stream: UnixStream) -> Result<Self, ChError> {
+        stream
+            .set_nonblocking(false)
+            .map_err(|e| ChError::io("cannot set up a connection", e))?;
+        Ok(Self(stream))
+    }
+
+    pub(super) fn try_clone(&self) -> Result<Self, ChError> {
+        let stream = self.0.try_clone();
+        stream
+            .map(Self)
+            .map_err(|e| ChError::io("cannot clone a connection", e))
+    }
+
+    /// Ends the connection, and every wait on it.
+    pub(super) fn shutdown(&self) {
+        let _ = self.0.shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Reads some bytes, and keeps the descriptors that came with them. Returns 0 at the end.
+    fn read(
+        &self,
+        into: &mut [u8],
+        fds: &mut Vec<OwnedFd>,
+        (what, limit): (&'static str, Option<Limit>),
+    ) -> Result<usize, ChError> {
+        loop {
+            let left = limit.map(|limit| limit.left(what)).transpose()?;
+            let _ = self.0.set_read_timeout(left);
+            let mut space =
+                [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let parts = &mut [IoSliceMut::new(into)];
+            let got = rustix::net::recvmsg(&self.0, parts, &mut control, RecvFlags::CMSG_CLOEXEC);
+            match got {
+                Ok(got) => {
+                    for message in control.drain() {
+                        if let RecvAncillaryMessage::ScmRights(some) = message {
+                            fds.extend(some);
+                        }
+                    }
+                    return Ok(got.bytes);
+                }
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::CONNRESET) => return Ok(0),
+                Err(e) => return Err(ChError::io("cannot read from Cloud Hypervisor", e)),
+            }
+        }
+    }
+
+    fn read_exact(
+        &self,
+        into: &mut [u8],
+        fds: &mut Vec<OwnedFd>,
+        wait: (&'static str, Option<Limit>),
+    ) -> Result<(), ChError> {
+        let mut got = 0;
+        while got < into.len() {
+            match self.read(&mut into[got..], fds, wait)? {
+                0 => return Err(ChError::Closed(wait.0)),
+                more => got += more,
+            }
+        }
+        Ok(())
+    }
+
+    /// The next request, or `None` if the connection ended before it.
+    pub(super) fn try_request(
+        &self,
+        what: &'static str,
+        limit: Option<Limit>,
+    ) -> Result<Option<Request>, ChError> {
+        let (mut bytes, mut fds) = ([0; HEADER_BYTES], Vec::new());
+        let got = self.read(&mut bytes, &mut fds, (what, limit))?;
+        if got == 0 {
+            return Ok(None);
+        }
+        self.read_exact(&mut bytes[got..], &mut fds, (what, limit))?;
+        Ok(Some(Request::decode(&bytes)?))
+    }
+
+    pub(super) fn request(&self, what: &'static str, limit: Limit) -> Result<Request, ChError> {
+        let request = self.try_request(what, Some(limit))?;
+        request.ok_or(ChError::Closed(what))
+    }
+
+    /// The payload of a request, whose length is bounded by its command.
+    pub(super) fn payload(
+        &self,
+        request: Request,
+        what: &'static str,
+        limit: Limit,
+    ) -> Result<Vec<u8>, ChError> {
+        let (mut bytes, mut fds) = (Vec::new(), Vec::new());
+        while (bytes.len() as u64) < request.length {
+            let start = bytes.len();
+            let step = (request.length as usize - start).min(STEP.max(start));
+            bytes.resize(start + step, 0);
+            self.read_exact(&mut bytes[start..], &mut fds, (what, Some(limit)))?;
+        }
+        Ok(bytes)
+    }
+
+    /// The payload of MemoryFd: a slot and its memfd.
+    pub(super) fn memory_fd(&self, limit: Limit) -> Result<(u32, OwnedFd), ChError> {
+        let (mut slot, mut fds) = ([0; 4], Vec::new());
+        self.read_exact(&mut slot, &mut fds, ("send a memfd", Some(limit)))?;
+        let slot = u32::from_le_bytes(slot);
+        let found = fds.len();
+        match (fds.pop(), found) {
+            (Some(fd), 1) => Ok((slot, fd)),
+            _ => Err(ChError::Memfd {
+                slot,
+                why: format!("{found} descriptors came with it, expected 1"),
+            }),
+        }
+    }
+
+    /// The range of a page fault.
+    pub(super) fn range(&self) -> Result<[u8; 16], ChError> {
+        let mut bytes = [0; 16];
+        self.read_exact(&mut bytes, &mut Vec::new(), ("name the page", None))?;
+        Ok(bytes)
+    }
+
+    pub(super) fn send(&self, bytes: &[u8], what: &'static str) -> Result<(), ChError> {
+        let sent = (&self.0).write_all(bytes);
+        sent.map_err(|e| match e.kind() {
+            std::io::ErrorKind::BrokenPipe | std::io::ErrorKind::ConnectionReset => {
+                ChError::Closed(what)
+            }
+            _ => ChError::io(format!("cannot make Cloud Hypervisor {what}"), e),
+        })
+    }
+
+    pub(super) fn answer(&self, status: Status) -> Result<(), ChError> {
+        self.send(&status.encode(), "take an answer")
+    }
+
+    /// Sends a request, without waiting for the response.
+    pub(super) fn begin(
+        &self,
+        command: Command,
+        payload: &[u8],
+        what: &'static str,
+        limit: Duration,
+    ) -> Result<(), ChError> {
+        let _ = self.0.set_write_timeout(Some(limit));
+        let mut bytes = Request::encode(command, payload.len() as u64).to_vec();
+        bytes.extend_from_slice(payload);
+        self.send(&bytes, what)
+    }
+
+    /// Sends a slot and its memfd, without waiting for the response.
+    pub(super) fn begin_memory_fd(&self, slot: u32, fd: BorrowedFd<'_>) -> Result<(), ChError> {
+        const WHAT: &str = "take a memfd";
+        // The receiver takes the descriptor with the slot.
+        self.send(&Request::encode(Command::MemoryFd, 4), WHAT)?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds = [fd];
+        control.push(SendAncillaryMessage::ScmRights(&fds));
+        let slot = slot.to_le_bytes();
+        let parts = [IoSlice::new(&slot)];
+        let sent = rustix::net::sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL);
+        match sent {
+            Ok(4) => Ok(()),
+            Ok(_) => Err(ChError::Closed(WHAT)),
+            Err(e) => Err(ChError::io("cannot send a memfd to Cloud Hypervisor", e)),
+        }
+    }
+
+    /// Waits for the response that the request is carried out.
+    pub(super) fn expect_ok(
+        &self,
+        what: &'static str,
+        limit: impl Into<Option<Limit>>,
+    ) -> Result<(), ChError> {
+        let mut bytes = [0; HEADER_BYTES];
+        self.read_exact(&mut bytes, &mut Vec::new(), (what, limit.into()))?;
+        match Status::decode(&bytes)? {
+            Status::Ok => Ok(()),
+            Status::Error => Err(ChError::Refused(what)),
+        }
+    }
+}

@@ -1,0 +1,3 @@
+//! The VMs of other VMMs: `migrate --vm ch:..` and `receive --for ch:..`.
+
+pub(crate) mod ch;

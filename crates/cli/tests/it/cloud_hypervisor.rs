@@ -1,0 +1,156 @@
+//! `migrate --vm ch:..` and `receive --for ch:..`: two doubles of Cloud Hypervisor, two processes.
+
+use crate::support::{Dir, Process, pageferry};
+use pageferry_testkit::cloud_hypervisor::{Config, Double, Quirk};
+use pageferry_testkit::wait_for;
+
+struct Hosts {
+    source: Double,
+    target: Double,
+    receive: Process,
+    address: String,
+    dir: Dir,
+}
+
+/// Two doubles, and a `receive` that listens. The VM runs.
+fn hosts(source: Quirk, target: Quirk) -> Option<Hosts> {
+    let dir = Dir::new();
+    let config = |name: &str, regions: Vec<u64>, quirk| Config {
+        api: dir.path(name),
+        seed: 3,
+        vcpus: 2,
+        regions,
+        quirk,
+    };
+    let mut source = Double::start(&config("source", vec![4 << 20, 4 << 20], source))?;
+    let target = Double::start(&config("target", Vec::new(), target))?;
+    source.run();
+    let api = format!("ch:{}", dir.path("target").display());
+    let receive = Process::start(
+        &[
+            "receive",
+            "--for",
+            &api,
+            "--listen",
+            "127.0.0.1:0",
+            "--json",
+        ],
+        &dir,
+    );
+    let address = receive.wait_until_said("listening on ");
+    Some(Hosts {
+        source,
+        target,
+        receive,
+        address,
+        dir,
+    })
+}
+
+impl Hosts {
+    fn migrate(&self, flags: &[&str]) -> Process {
+        let vm = format!("ch:{}", self.dir.path("source").display());
+        let mut args = vec!["migrate", "--vm", &vm, "--to", &self.address];
+        args.extend(flags);
+        Process::start(&args, &self.dir)
+    }
+}
+
+#[test]
+fn a_vm_moves_between_two_processes_and_both_report_it() {
+    let Some(mut hosts) = hosts(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    let ended = hosts.migrate(&["--json", "--precopy-passes", "0"]).end();
+    ended.assert_ok();
+    let sent = ended.json();
+    assert_eq!(sent["engine"], "cloud-hypervisor", "{sent}");
+    assert_eq!(sent["vcpus"], 2, "{sent}");
+    assert_eq!(sent["memory_bytes"], 8 << 20, "{sent}");
+    let received = hosts.receive.end();
+    received.assert_ok();
+    assert_eq!(received.json()["engine"], "cloud-hypervisor");
+    let status = hosts.target.verify();
+    assert_eq!((status.wrong, &status.state[..]), (0, "Running"));
+    assert!(status.has_all);
+    assert_eq!(hosts.source.outcome().outcome, "sent");
+}
+
+#[test]
+fn events_are_told_line_by_line() {
+    let Some(hosts) = hosts(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    let flags = ["--events", "--precopy-passes", "0", "--preserve-source"];
+    let ended = hosts.migrate(&flags).end();
+    ended.assert_ok();
+    let lines: Vec<serde_json::Value> = ended
+        .stdout
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert!(lines.last().unwrap()["result"].is_object(), "{ended:?}");
+    assert!(
+        lines.iter().any(|line| line["event"].is_object()),
+        "{ended:?}"
+    );
+    hosts.receive.end().assert_ok();
+}
+
+/// A receiver that refuses leaves the VM running, and `receive` listens on.
+#[test]
+fn a_refusal_is_a_sentence_and_the_vm_runs_on() {
+    let Some(mut hosts) = hosts(Quirk::Right, Quirk::RefuseConfig) else {
+        return;
+    };
+    let ended = hosts.migrate(&["--precopy-passes", "0"]).end();
+    ended.assert_failed(8, "refused to take the VM's Config");
+    assert_eq!(hosts.source.outcome().state, "Running");
+    hosts.receive.wait_until_said("still listening");
+    assert!(hosts.receive.is_running());
+}
+
+#[test]
+fn what_cannot_move_has_its_exit_code() {
+    let dir = Dir::new();
+    let none = format!("ch:{}", dir.path("none").display());
+    let to = ["--to", "127.0.0.1:1"];
+    let migrate = |vm: &str| pageferry(&["migrate", "--vm", vm, to[0], to[1]]);
+    migrate(&none).assert_failed(11, "cannot reach the API socket");
+    migrate("ch:").assert_failed(2, "expected ch:API_SOCKET");
+    for (quirk, code, part) in [
+        (Quirk::NotShared, 17, "start it with --memory shared=on"),
+        (
+            Quirk::Version,
+            7,
+            "migration protocol version 7: expected 0",
+        ),
+    ] {
+        let Some(mut hosts) = hosts(quirk, Quirk::Right) else {
+            return;
+        };
+        hosts.migrate(&[]).end().assert_failed(code, part);
+        assert_eq!(hosts.source.outcome().state, "Running");
+    }
+}
+
+/// The control socket serves the migration while it waits, and `cancel` lets the VM run on.
+#[test]
+fn a_move_can_be_watched_and_cancelled() {
+    let Some(mut hosts) = hosts(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    // It accepts connections and says nothing.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    hosts.address = silent.local_addr().unwrap().to_string();
+    let migrate = hosts.migrate(&["--precopy-passes", "0"]);
+    let name = format!("ch-{}", migrate.pid());
+    let ask = |command: &str| Process::start(&[command, "--vm", &name], &hosts.dir).end();
+    let status = wait_for("its control socket", || {
+        Some(ask("status")).filter(|ended| ended.code == Some(0))
+    });
+    assert!(status.stdout.contains("leaving"), "{status:?}");
+    ask("cancel").assert_ok();
+    migrate.end().assert_failed(9, "cancelled");
+    assert_eq!(hosts.source.outcome().state, "Running");
+}

@@ -1,0 +1,240 @@
+//! The double as the receiver of a VM, with post-copy.
+#![expect(unsafe_code, reason = "registers guest memory with userfaultfd")]
+
+use super::child::Vmm;
+use super::config::Quirk;
+use super::guest::{Guest, PAGE, Region};
+use super::wire::{
+    COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY_FD, PAGE_FAULT, START, STATE, expect_ok, header,
+    read_header, read_memory_fd, read_payload, respond,
+};
+use pageferry_userfault::uffd::{
+    Event, EventReader, Features, RegisterMode, Userfaultfd, Wait, Wake,
+};
+use std::io::{Read as _, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// The wait for the connection for page faults.
+const FAULT_LIMIT: Duration = Duration::from_secs(10);
+
+/// Receives a VM at a socket, until it has it.
+pub(super) fn receive(vmm: &Arc<Vmm>, path: &str, postcopy: bool) -> Result<(), String> {
+    let io = |why: std::io::Error| why.to_string();
+    let listener = UnixListener::bind(path).map_err(io)?;
+    let (stream, _) = listener.accept().map_err(io)?;
+    let stream = &stream;
+    let (mut fds, mut regions): (Vec<(u32, OwnedFd)>, Vec<Region>) = (Vec::new(), Vec::new());
+    let mut started = false;
+    loop {
+        let (command, length) = read_header(stream).map_err(io)?;
+        let step = match command {
+            START => {
+                started = true;
+                Ok(())
+            }
+            MEMORY_FD if started => read_memory_fd(stream)
+                .map(|fd| fds.push(fd))
+                .map_err(|why| why.to_string()),
+            CONFIG if started => {
+                let config = read_payload(stream, length).map_err(io)?;
+                match vmm.config.quirk {
+                    Quirk::RefuseConfig => Err("Config is refused".into()),
+                    Quirk::ReceiverDiesAtConfig => std::process::exit(9),
+                    _ => map(&config, &mut fds).map(|mapped| regions = mapped),
+                }
+            }
+            STATE if !regions.is_empty() => {
+                let state = read_payload(stream, length).map_err(io)?;
+                let regions = std::mem::take(&mut regions);
+                load(vmm, postcopy.then_some(&listener), &state, regions)
+            }
+            COMPLETE | COMPLETE_PAUSED => {
+                let guest = vmm.guest().ok_or("no State came")?;
+                if command == COMPLETE {
+                    vmm.note_time();
+                    guest.resume();
+                }
+                respond(stream, true).map_err(io)?;
+                return Ok(());
+            }
+            other => Err(format!("command {other} is not expected")),
+        };
+        respond(stream, step.is_ok()).map_err(io)?;
+        step?;
+    }
+}
+
+/// Maps the memfds by the table of Config.
+fn map(config: &[u8], fds: &mut Vec<(u32, OwnedFd)>) -> Result<Vec<Region>, String> {
+    let config: serde_json::Value =
+        serde_json::from_slice(config).map_err(|why| why.to_string())?;
+    let mappings = &config["memory_manager_data"]["guest_ram_mappings"];
+    let mappings = mappings.as_array().ok_or("no guest_ram_mappings")?;
+    let map = |mapping: &serde_json::Value| {
+        let number = |name: &str| mapping[name].as_u64().ok_or(format!("no {name}"));
+        let slot = number("slot")? as u32;
+        let at = fds.iter().position(|(other, _)| *other == slot);
+        let (_, fd) = fds.swap_remove(at.ok_or(format!("no memfd of slot {slot}"))?);
+        let (gpa, size) = (number("gpa")?, number("size")?);
+        Region::map(slot, gpa, size, number("file_offset")?, fd).map_err(|why| why.to_string())
+    };
+    mappings.iter().map(map).collect()
+}
+
+/// Loads State, with an access to guest memory. In post-copy it first waits for the connection for
+/// page faults, at `listener`.
+fn load(
+    vmm: &Arc<Vmm>,
+    listener: Option<&UnixListener>,
+    state: &[u8],
+    regions: Vec<Region>,
+) -> Result<(), String> {
+    match vmm.config.quirk {
+        Quirk::ReceiverDiesAtState => std::process::exit(9),
+        Quirk::RefuseState => return Err("State is refused".into()),
+        _ => {}
+    }
+    let faults = listener.map(fault_connection).transpose()?;
+    let state: serde_json::Value = serde_json::from_slice(state).map_err(|why| why.to_string())?;
+    let seed = state["seed"].as_u64().ok_or("no seed")?;
+    let vcpus = state["vcpus"].as_u64().ok_or("no vcpus")? as usize;
+    let versions = state["versions"].as_array().ok_or("no versions")?;
+    let versions = versions
+        .iter()
+        .map(|version| version.as_u64().unwrap_or_default() as u32)
+        .collect();
+    let guest = Guest::new(regions, seed, versions, vcpus);
+    vmm.set_guest(Some(Arc::clone(&guest)));
+    if let Some(faults) = faults {
+        start_serving(vmm, &guest, faults)?;
+    }
+    // KVM reads the page of a vCPU's clock here.
+    guest.touch(0);
+    Ok(())
+}
+
+/// Registers guest memory, and starts the thread that asks for its pages.
+fn start_serving(vmm: &Arc<Vmm>, guest: &Arc<Guest>, faults: UnixStream) -> Result<(), String> {
+    let features = Features::MISSING_SHMEM | Features::MINOR_SHMEM;
+    let uffd = Userfaultfd::open(features).map_err(|why| why.to_string())?;
+    for region in &guest.regions {
+        let mode = RegisterMode::MISSING | RegisterMode::MINOR;
+        // SAFETY: words alone access the mapping, which is never unmapped. The thread that resolves
+        // its faults touches none of it, and needs no lock that a vCPU holds.
+        let registered = unsafe { uffd.register(region.base(), region.size, mode) };
+        registered.map_err(|why| why.to_string())?;
+    }
+    let (serving, vmm) = (Arc::clone(guest), Arc::clone(vmm));
+    let began = Instant::now();
+    std::thread::spawn(move || {
+        if let Err(why) = serve(&vmm, &serving, &uffd, &faults) {
+            eprintln!("the double ends: {why}");
+            // The real one ends its VM, and itself.
+            std::process::exit(3);
+        }
+        let took = began.elapsed().as_nanos() as u64;
+        vmm.served_ns.store(took, Ordering::SeqCst);
+        vmm.has_all.store(true, Ordering::SeqCst);
+    });
+    Ok(())
+}
+
+fn fault_connection(listener: &UnixListener) -> Result<UnixStream, String> {
+    let io = |why: std::io::Error| why.to_string();
+    listener.set_nonblocking(true).map_err(io)?;
+    let began = Instant::now();
+    let mut stream = loop {
+        match listener.accept() {
+            Ok((stream, _)) => break stream,
+            Err(_) if began.elapsed() < FAULT_LIMIT => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(why) => return Err(format!("no connection for page faults: {why}")),
+        }
+    };
+    stream.set_nonblocking(false).map_err(io)?;
+    let mut role = [0; 2];
+    stream.read_exact(&mut role).map_err(io)?;
+    match u16::from_le_bytes(role) {
+        2 => Ok(stream),
+        other => Err(format!("a connection of kind {other}")),
+    }
+}
+
+/// Asks for one page at a time: those of faults first, and then all in order.
+fn serve(
+    vmm: &Vmm,
+    guest: &Guest,
+    uffd: &Userfaultfd,
+    mut faults: &UnixStream,
+) -> Result<(), String> {
+    let mut events = EventReader::new(16);
+    let mut asked = vec![false; guest.pages() as usize];
+    let (mut next, mut count) = (0, 0);
+    loop {
+        let page = match events.try_next(uffd).map_err(|why| why.to_string())? {
+            Some(Event::PageFault(fault)) => {
+                vmm.faults.fetch_add(1, Ordering::SeqCst);
+                guest
+                    .page_at(fault.address)
+                    .ok_or("a fault outside the guest")?
+            }
+            Some(other) => return Err(format!("the event {other:?}")),
+            None => match asked[next..].iter().position(|asked| !asked) {
+                Some(more) => {
+                    next += more;
+                    next as u64
+                }
+                None => break,
+            },
+        };
+        let (gpa, hva) = guest.place(page);
+        if asked[page as usize] {
+            uffd.wake(hva, PAGE).map_err(|why| why.to_string())?;
+            continue;
+        }
+        if vmm.config.quirk == Quirk::ReceiverDiesAtFaults && count == 64 {
+            std::process::exit(9);
+        }
+        let (command, gpa) = match vmm.config.quirk {
+            Quirk::WrongFault if count == 8 => (PAGE_FAULT, 1 << 50),
+            Quirk::WrongCommand if count == 8 => (START, gpa),
+            _ => (PAGE_FAULT, gpa),
+        };
+        let length = if command == START { 0 } else { 16 };
+        let mut message = header(command, 0, length).to_vec();
+        if command == PAGE_FAULT {
+            message.extend_from_slice(&gpa.to_le_bytes());
+            message.extend_from_slice(&PAGE.to_le_bytes());
+        }
+        faults.write_all(&message).map_err(|why| why.to_string())?;
+        expect_ok(faults, "PageFault")?;
+        asked[page as usize] = true;
+        count += 1;
+        match uffd.continue_range(hva, PAGE, Wake::Now) {
+            Err(why) if why.is_already_there() => {
+                uffd.wake(hva, PAGE).map_err(|why| why.to_string())?;
+            }
+            done => done.map_err(|why| why.to_string())?,
+        }
+    }
+    // Late faults are on pages that are here.
+    let wait = Wait {
+        limit: Some(Duration::from_millis(20)),
+        ..Wait::default()
+    };
+    while let Some(event) = events.next(uffd, wait).map_err(|why| why.to_string())? {
+        if let Event::PageFault(fault) = event {
+            let page = guest
+                .page_at(fault.address)
+                .ok_or("a fault outside the guest")?;
+            let woken = uffd.wake(guest.place(page).1, PAGE);
+            woken.map_err(|why| why.to_string())?;
+        }
+    }
+    Ok(())
+}

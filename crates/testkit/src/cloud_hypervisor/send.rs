@@ -1,0 +1,172 @@
+//! The double as the sender of its VM.
+
+use super::child::Vmm;
+use super::config::Quirk;
+use super::guest::Guest;
+use super::wire::{
+    ABANDON, COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY, START, STATE, expect_ok, header, request,
+    send_memory_fd,
+};
+use rustix::fs::{MemfdFlags, SealFlags};
+use serde_json::json;
+use std::io::Write as _;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Sends the VM to a socket. On an error, a VM that ran runs on.
+pub(super) fn send(vmm: &Vmm, guest: &Guest, path: &str) -> Result<(), String> {
+    let was_running = guest.is_running();
+    let sent = try_send(vmm, guest, path, was_running);
+    if sent.is_err() && was_running {
+        guest.resume();
+    }
+    sent
+}
+
+fn die(quirk: Quirk, now: Quirk) {
+    if quirk == now {
+        std::process::exit(9);
+    }
+}
+
+fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Result<(), String> {
+    let quirk = vmm.config.quirk;
+    let io = |why: std::io::Error| why.to_string();
+    let stream = &UnixStream::connect(path).map_err(io)?;
+    let mut raw = stream;
+    match quirk {
+        Quirk::Version => {
+            raw.write_all(&header(START, 7, 0)).map_err(io)?;
+            expect_ok(stream, "Start of version 7")?;
+        }
+        Quirk::ConfigFirst => {}
+        _ => request(stream, START, &[], "Start")?,
+    }
+    die(quirk, Quirk::DieAtStart);
+    match quirk {
+        Quirk::Command => request(stream, 42, &[], "command 42")?,
+        Quirk::Inline => request(stream, MEMORY, &[0; 16], "Memory")?,
+        Quirk::NotShared | Quirk::ConfigFirst => {}
+        _ => send_memfds(quirk, guest, stream)?,
+    }
+    die(quirk, Quirk::DieAtMemfd);
+    let config = config(quirk, guest);
+    let length = match quirk {
+        Quirk::LongConfig => 1 << 40,
+        _ => config.len() as u64,
+    };
+    raw.write_all(&header(CONFIG, 0, length)).map_err(io)?;
+    raw.write_all(&config).map_err(io)?;
+    match quirk {
+        Quirk::DieAtConfig => {
+            std::thread::sleep(Duration::from_millis(200));
+            die(quirk, Quirk::DieAtConfig);
+        }
+        Quirk::Abandon => {
+            std::thread::sleep(Duration::from_millis(200));
+            raw.write_all(&header(ABANDON, 0, 0)).map_err(io)?;
+            return Err("gave up".into());
+        }
+        _ => expect_ok(stream, "Config")?,
+    }
+    die(quirk, Quirk::DieAtPause);
+    guest.pause();
+    vmm.note_time();
+    let versions: Vec<u32> = guest
+        .versions
+        .iter()
+        .map(|version| version.load(Ordering::SeqCst))
+        .collect();
+    let state = json!({ "seed": guest.seed, "vcpus": guest.vcpus(), "versions": versions });
+    let state = state.to_string().into_bytes();
+    match quirk {
+        Quirk::NoState => request(stream, COMPLETE, &[], "Complete before State")?,
+        Quirk::LongState => {
+            raw.write_all(&header(STATE, 0, 1 << 40)).map_err(io)?;
+            expect_ok(stream, "a long State")?;
+        }
+        _ => {
+            let length = state.len() as u64;
+            raw.write_all(&header(STATE, 0, length)).map_err(io)?;
+            raw.write_all(&state).map_err(io)?;
+            die(quirk, Quirk::DieAtState);
+            expect_ok(stream, "State")?;
+        }
+    }
+    let command = if was_running {
+        COMPLETE
+    } else {
+        COMPLETE_PAUSED
+    };
+    raw.write_all(&header(command, 0, 0)).map_err(io)?;
+    die(quirk, Quirk::DieAtComplete);
+    expect_ok(stream, "Complete")
+}
+
+fn memfd(bytes: u64) -> OwnedFd {
+    let fd = rustix::fs::memfd_create("double", MemfdFlags::CLOEXEC).expect("a memfd");
+    rustix::fs::ftruncate(&fd, bytes).expect("a size");
+    fd
+}
+
+fn send_memfds(quirk: Quirk, guest: &Guest, stream: &UnixStream) -> Result<(), String> {
+    let last = guest.regions.len() - 1;
+    let one = |slot: u32, fd: Option<&OwnedFd>| {
+        send_memory_fd(stream, slot, fd).map_err(|why| why.to_string())?;
+        expect_ok(stream, "MemoryFd")
+    };
+    for (index, region) in guest.regions.iter().enumerate() {
+        let other = match quirk {
+            Quirk::ShortMemfd if index == last => Some(memfd(4096)),
+            Quirk::NoMemfd if index == last => {
+                Some(std::fs::File::open("/dev/zero").expect("a device").into())
+            }
+            Quirk::SealedMemfd => {
+                let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+                let fd = rustix::fs::memfd_create("sealed", flags).expect("a memfd");
+                rustix::fs::ftruncate(&fd, region.offset + region.size).expect("a size");
+                rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE).expect("a seal");
+                Some(fd)
+            }
+            _ => None,
+        };
+        let fd = other.as_ref().unwrap_or(&region.fd);
+        one(region.slot, (quirk != Quirk::NoDescriptor).then_some(fd))?;
+        if quirk == Quirk::TwiceMemfd && index == last {
+            one(region.slot, Some(fd))?;
+        }
+    }
+    match quirk {
+        Quirk::ExtraMemfd => one(99, Some(&memfd(1 << 20))),
+        _ => Ok(()),
+    }
+}
+
+/// The Config of the VM, with fields that nobody here knows.
+fn config(quirk: Quirk, guest: &Guest) -> Vec<u8> {
+    let mapping = |slot: u32, gpa: u64, size: u64, offset: u64| {
+        json!({
+            "slot": slot, "gpa": gpa, "size": size, "zone_id": "mem0", "virtio_mem": false,
+            "file_offset": offset,
+        })
+    };
+    let mut mappings: Vec<_> = guest
+        .regions
+        .iter()
+        .map(|r| mapping(r.slot, r.gpa, r.size, r.offset))
+        .collect();
+    match quirk {
+        Quirk::NoJson => return b"no JSON".to_vec(),
+        Quirk::ExtraMapping => mappings.push(mapping(77, 1 << 40, 1 << 20, 0)),
+        Quirk::Overlap => mappings.push(mapping(77, guest.regions[0].gpa, 4096, 0)),
+        _ => {}
+    }
+    let config = json!({
+        "vm_config": { "cpus": { "boot_vcpus": guest.vcpus() }, "memory": { "shared": true } },
+        "common_cpuid": [{ "function": 0, "eax": 13 }],
+        "memory_manager_data": { "boot_ram": 0, "guest_ram_mappings": mappings },
+    });
+    config.to_string().into_bytes()
+}
