@@ -37,7 +37,7 @@ pub mod peer;
 #[cfg(feature = "benchmarks")]
 pub mod postcopy_latency;
 #[cfg(feature = "benchmarks")]
-mod qemu;
+pub mod qemu;
 #[cfg(feature = "benchmarks")]
 pub mod restore;
 #[cfg(feature = "benchmarks")]
@@ -48,6 +48,8 @@ mod serialised;
 mod soft;
 #[cfg(feature = "benchmarks")]
 mod states;
+#[cfg(feature = "benchmarks")]
+pub mod tunnel;
 #[cfg(feature = "benchmarks")]
 mod vm;
 

@@ -33,6 +33,12 @@ impl Samples {
         self.quantile(0.5)
     }
 
+    /// The mean. Without samples it is 0.0.
+    #[must_use]
+    pub fn mean(&self) -> f64 {
+        self.0.iter().sum::<f64>() / self.len().max(1) as f64
+    }
+
     /// The number of samples.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -105,5 +111,7 @@ mod tests {
         assert_eq!((figure.median, figure.min, figure.max), (3.0, 1.0, 5.0));
         assert_eq!(figure.samples, 3);
         assert_eq!(Samples::default().median(), 0.0);
+        assert_eq!(Samples::from_iter([5.0, 1.0]).mean(), 3.0);
+        assert_eq!(Samples::default().mean(), 0.0);
     }
 }

@@ -248,11 +248,11 @@ impl LatencySetting {
                 least >> 20
             )));
         }
-        if self.qemu.is_some() && self.memory_bytes > super::qemu::MAX_MEMORY {
+        if self.qemu.is_some() && self.memory_bytes > crate::qemu::MAX_MEMORY {
             return Err(BenchError::Setting(format!(
                 "{} MiB of guest memory: a guest on QEMU can have at most {} MiB",
                 self.memory_bytes >> 20,
-                super::qemu::MAX_MEMORY >> 20
+                crate::qemu::MAX_MEMORY >> 20
             )));
         }
         for column in &self.columns {
@@ -297,7 +297,7 @@ mod tests {
 
     #[test]
     fn a_guest_on_qemu_has_at_most_3_gib() {
-        let mut beside = setting(super::super::qemu::MAX_MEMORY);
+        let mut beside = setting(crate::qemu::MAX_MEMORY);
         beside.qemu = Some(PathBuf::new());
         beside.check().expect("a good setting");
         beside.memory_bytes += 2 << 20;

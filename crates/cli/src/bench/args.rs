@@ -6,6 +6,7 @@ use pageferry_bench::Channels;
 use pageferry_bench::demand_paging::DemandSetting;
 use pageferry_bench::linux::LinuxSetting;
 use pageferry_bench::postcopy_latency::{LatencySetting, Rate};
+use pageferry_bench::tunnel::TunnelSetting;
 use pageferry_machine::{Backing, EngineChoice};
 use pageferry_migration::TlsFiles;
 use std::path::PathBuf;
@@ -73,6 +74,13 @@ pub(crate) enum BenchCommand {
     /// The phases of dirty logging on our own hypervisor, with one lock around every fault and
     /// without it
     DirtyLog(DirtyLogFlags),
+    /// QEMU's migrations through a pair of tunnels, next to the same ones without
+    ///
+    /// Two QEMU processes emulate RV64 in two network namespaces, joined by a shaped link with one
+    /// queue. Each round measures the stalls of a guest in post-copy with postcopy-preempt, the
+    /// rate of pre-copy with one stream and with multifd, the blackout of a busy guest, and the
+    /// memory of the tunnels. It needs root, Debian's packages iproute2 and qemu-system-misc.
+    Tunnel(TunnelFlags),
     /// The other process of a benchmark
     #[command(hide = true)]
     Peer {
@@ -397,6 +405,36 @@ pub(crate) struct DirtyLogFlags {
     #[arg(long, default_value_t = 11, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: u32,
     /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// `pageferry bench tunnel`.
+#[derive(Debug, Args)]
+pub(crate) struct TunnelFlags {
+    /// The program of QEMU for RV64
+    #[arg(long, value_name = "FILE", default_value = TunnelSetting::QEMU)]
+    pub(crate) peer_program: PathBuf,
+    /// The rate of the link in each direction: a number with bit, kbit, mbit or gbit
+    #[arg(long, value_name = "RATE", default_value = "1gbit")]
+    pub(crate) rate: Rate,
+    /// Guest memory: a whole number and K, M or G (powers of 1024) [default: 256M; with --quick
+    /// 32M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory: Option<u64>,
+    /// The bytes that a tunnel keeps at most until they are acknowledged
+    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = size::parse)]
+    pub(crate) window: u64,
+    /// Number of rounds; each measures all rows once, and medians are printed [default: 5; with
+    /// --quick 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: Option<u32>,
+    /// Some seconds, and noisier
+    #[arg(long)]
+    pub(crate) quick: bool,
+    #[command(flatten)]
+    pub(crate) tls: TlsFlags,
+    /// Print the rows as a JSON array
     #[arg(long)]
     pub(crate) json: bool,
 }

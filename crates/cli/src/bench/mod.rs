@@ -5,6 +5,7 @@ mod demand_paging;
 mod dirty_log;
 mod linux;
 mod postcopy_latency;
+mod tunnel;
 
 pub(crate) use args::BenchArgs;
 
@@ -42,6 +43,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         BenchCommand::PostcopyLatency(flags) => postcopy_latency::postcopy_latency(flags),
         BenchCommand::Linux(flags) => linux::linux(flags),
         BenchCommand::DirtyLog(flags) => dirty_log::dirty_log(flags),
+        BenchCommand::Tunnel(flags) => tunnel::tunnel(flags),
     }
 }
 

@@ -234,6 +234,16 @@ mod bench {
     }
 
     #[test]
+    fn the_rows_of_tunnel_are_described() {
+        let Some(output) = crate::bench_tunnel::quick() else {
+            return;
+        };
+        let section = Document::read().section("bench");
+        let rows = rows_with_documented_cases(&section, "tunnel", output);
+        assert_described(&section, &Value::Array(rows), &[]);
+    }
+
+    #[test]
     fn the_rows_of_benchmarks_are_described() {
         let section = Document::read().section("bench");
         let mut all = Vec::new();

@@ -11,6 +11,8 @@ mod bench_dirty_log;
 mod bench_linux;
 #[cfg(feature = "bench")]
 mod bench_postcopy_latency;
+#[cfg(feature = "bench")]
+mod bench_tunnel;
 mod check;
 mod cloud_hypervisor;
 mod console;
@@ -54,6 +56,8 @@ mod support;
 mod terminal;
 mod trust;
 mod tunnel;
+#[cfg(feature = "bench")]
+mod tunnel_qemu;
 mod two_hosts;
 mod two_processes;
 mod watch;

@@ -1,19 +1,19 @@
-//! QEMU for RV64 as a peer of benchmarks: its file and its version.
+//! The file and the version of a QEMU.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The program, as Debian names it.
-pub(crate) const PROGRAM: &str = "qemu-system-riscv64";
+pub const PROGRAM: &str = "qemu-system-riscv64";
 /// The first version with the capability `postcopy-preempt`.
 const OLDEST: (u32, u32) = (7, 1);
 
-/// A QEMU that can be measured.
+/// A QEMU that is new enough.
 #[derive(Clone, Debug)]
-pub(crate) struct Qemu {
+pub struct Qemu {
     file: PathBuf,
     /// As QEMU says it.
-    pub(crate) version: String,
+    pub version: String,
     numbers: (u32, u32),
 }
 
@@ -22,7 +22,7 @@ impl Qemu {
     ///
     /// # Errors
     /// One sentence if it is not there or too old.
-    pub(crate) fn find(file: &Path) -> Result<Self, String> {
+    pub fn find(file: &Path) -> Result<Self, String> {
         let output = Command::new(file).arg("--version").output();
         let output = output.map_err(|why| {
             format!(

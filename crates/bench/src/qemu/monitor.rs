@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A QEMU process. Dropping this kills it and reaps it.
+#[derive(Debug)]
 pub(super) struct Monitor {
     child: Child,
     input: ChildStdin,
@@ -70,19 +71,6 @@ impl Monitor {
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(())
-    }
-
-    /// The state of a migration, with QEMU's word for it.
-    pub(super) fn migration(&mut self) -> Result<String, BenchError> {
-        let state = self.call("query-migrate", json!({}))?;
-        let text = |key| state.get(key).and_then(Value::as_str);
-        match text("status") {
-            Some("failed") => {
-                let why = text("error-desc").unwrap_or("it gives no reason");
-                Err(failed(format!("its migration failed: {why}")))
-            }
-            status => Ok(status.unwrap_or_default().to_owned()),
-        }
     }
 
     /// Calls a command. Events that come before its answer are dropped.

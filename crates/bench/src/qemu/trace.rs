@@ -17,11 +17,11 @@ pub(super) const EVENTS: [&str; 4] = [
 
 /// The figures in a trace.
 #[derive(Debug, Default, PartialEq)]
-pub(super) struct Traced {
+pub struct Traced {
     /// The stalls in nanoseconds, ascending.
-    pub(super) stalls: Vec<u64>,
+    pub stalls: Vec<u64>,
     /// The length of post-copy in seconds, once it has ended.
-    pub(super) total_s: Option<f64>,
+    pub total_s: Option<f64>,
 }
 
 /// Reads the lines of a trace, each `PID@SECONDS.MICROSECONDS:EVENT TEXT`. Other lines are skipped.

@@ -9,8 +9,8 @@ use crate::BenchError;
 use crate::vm::filling;
 use dynasmrt::riscv::RiscvRelocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
-use pageferry_addr::PAGE_SIZE;
-use pageferry_guest::Program;
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_guest::{MemoryMap, PageBytes, Program, ProgramKind};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -27,7 +27,7 @@ const TABLES: u64 = 0x1000;
 /// The memory that one page table of the second level maps.
 const GIB: u64 = 1 << 30;
 /// The most memory of the program, in bytes: above, its addresses have a hole.
-pub(in super::super) const MAX_MEMORY: u64 = 3 << 30;
+pub(crate) const MAX_MEMORY: u64 = 3 << 30;
 
 /// A page-table entry of a page that may be read, written and executed: V, R, W, X, A and D.
 const LEAF: u64 = 0xcf;
@@ -42,7 +42,13 @@ pub(super) const fn ram_bytes(memory_bytes: u64) -> u64 {
     PROGRAM + memory_bytes + LARGE
 }
 
-/// Writes the RAM that the machine starts with. No page of the program's is zero.
+/// Reads a page of the program's memory.
+pub(super) fn read_page(file: &File, page: RamPage, bytes: &mut PageBytes) -> std::io::Result<()> {
+    file.read_exact_at(bytes, PROGRAM + MemoryMap::gpa_of(page).0)
+}
+
+/// Writes the RAM that the machine starts with. The workload finds pages of zeros, as it expects.
+/// Any other program finds none.
 pub(super) fn write(file: &File, program: &Program) -> Result<(), BenchError> {
     let map = program.memory_map();
     let wrote = write_all(file, program, map.memory_bytes());
@@ -54,7 +60,8 @@ pub(super) fn write(file: &File, program: &Program) -> Result<(), BenchError> {
 
 fn write_all(file: &File, program: &Program, memory_bytes: u64) -> std::io::Result<()> {
     file.set_len(ram_bytes(memory_bytes))?;
-    for page in 0..memory_bytes / PAGE_SIZE {
+    let filled = program.kind() != ProgramKind::Workload;
+    for page in (0..memory_bytes / PAGE_SIZE).filter(|_| filled) {
         file.write_all_at(&filling(page), PROGRAM + page * PAGE_SIZE)?;
     }
     for (gpa, bytes) in program.image() {

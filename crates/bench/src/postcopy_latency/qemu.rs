@@ -1,0 +1,59 @@
+//! QEMU as a peer: its post-copy of the same guest program over the same link.
+//!
+//! **Mechanism.** Two QEMU processes emulate RV64, one in each host's namespace. The source's guest
+//! has not run. It starts at the destination when post-copy starts.
+//!
+//! **Source.** The idea to compare in this way: the postcopy-preempt series.
+
+use super::round::{Conditions, Measured};
+use super::setting::{Column, HostPage, QemuSwitches};
+use super::stalls::Stalls;
+use crate::BenchError;
+use crate::qemu::{Pair, Qemu, Streams};
+use crate::vm::toucher;
+use pageferry_guest::TouchOrder;
+use pageferry_hosts::Host;
+use pageferry_machine::Engine;
+
+impl Qemu {
+    /// Whether a column can be measured on QEMU.
+    pub(super) fn can(column: &Column) -> bool {
+        column.host_page == HostPage::Size4K && !column.tls
+    }
+
+    /// Moves a guest.
+    pub(super) fn measure(
+        &self,
+        conditions: Conditions<'_>,
+        QemuSwitches { preempt, no_delay }: QemuSwitches,
+    ) -> Result<Measured, BenchError> {
+        let Conditions {
+            setting,
+            hosts,
+            column,
+            stop,
+            ..
+        } = conditions;
+        let program = toucher(
+            Engine::Soft,
+            column.vcpus,
+            setting.memory_bytes,
+            u64::MAX,
+            TouchOrder::Random,
+        )?;
+        let capabilities = ["postcopy-ram", "postcopy-preempt"];
+        let on = &capabilities[..if preempt { 2 } else { 1 }];
+        let limit = conditions.limit(setting.memory_bytes);
+        let pair = Pair::start(self, hosts, program.program(), on, limit, stop)?;
+        let sent_before = hosts.sent_bytes(Host::A)?;
+        let traced = pair.postcopy(&Streams::direct(hosts, no_delay))?;
+        let sent = hosts.sent_bytes(Host::A)? - sent_before;
+        let total_s = traced.total_s;
+        Ok(Measured {
+            stalls: Stalls::of(traced.stalls.into_iter().map(|ns| (ns, 1))),
+            link_busy_percent: total_s.map(|seconds| conditions.link_busy_percent(sent, seconds)),
+            total_s,
+            delivery: None,
+        })
+    }
+}

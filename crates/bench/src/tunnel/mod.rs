@@ -1,0 +1,169 @@
+//! `bench tunnel`: QEMU's migrations through a pair of tunnels, next to the same ones without.
+//!
+//! **Guarantee.** Every figure was measured by the run that prints it, and each round measures all
+//! rows. Namespaces, processes and sockets are gone at the end, also when the run fails or is
+//! cancelled.
+//!
+//! **Mechanism.** Two QEMU processes emulate RV64, one in each of two network namespaces
+//! ([`TwoHosts`]), with a shaped link between them. The tunnels are two more processes: this
+//! executable again, as an operator starts it. There are three measurements (`moves`). A guest in
+//! post-copy touches all its pages, for the stalls. A paused guest moves in pre-copy, for the rate
+//! and the memory of the tunnels. A guest that works all the time moves, for its blackout.
+//!
+//! **Neighbours.** Below: `qemu` and `hosts`. The command line shows the rows.
+
+mod ends;
+mod moves;
+mod rows;
+
+pub use pageferry_hosts::Rate;
+
+use crate::qemu::{Qemu, Streams};
+use crate::{BenchError, Row};
+use ends::Ends;
+use moves::Move;
+use pageferry_hosts::{Link, TwoHosts};
+use pageferry_migration::TlsFiles;
+use rows::Rows;
+use std::path::PathBuf;
+
+/// The settings of a run.
+#[derive(Clone, Debug)]
+pub struct TunnelSetting {
+    /// The executable of the tunnels. It is run as `EXECUTABLE tunnel ..`.
+    pub executable: PathBuf,
+    /// The file of QEMU.
+    pub qemu: PathBuf,
+    /// The rate of the link, in each direction.
+    pub rate: Rate,
+    /// The memory of guests, in bytes.
+    pub memory_bytes: u64,
+    /// The bytes that a tunnel keeps at most until they are acknowledged.
+    pub window_bytes: u64,
+    /// The number of rounds. Each measures all rows once.
+    pub rounds: u32,
+    /// The files for tunnels with TLS, the same at both ends.
+    pub tls: Option<TlsFiles>,
+}
+
+impl TunnelSetting {
+    /// QEMU's name in the search path.
+    pub const QEMU: &str = crate::qemu::PROGRAM;
+    /// The rounds of a full run.
+    pub const ROUNDS: u32 = 5;
+    /// Guest memory of a full run, in bytes.
+    pub const MEMORY: u64 = 256 << 20;
+    /// Guest memory of a quick run, in bytes.
+    pub const QUICK_MEMORY: u64 = 32 << 20;
+
+    fn check(&self) -> Result<(), BenchError> {
+        let most = crate::qemu::MAX_MEMORY;
+        if self.memory_bytes.is_multiple_of(8 << 20)
+            && (8 << 20..=most).contains(&self.memory_bytes)
+        {
+            return Ok(());
+        }
+        Err(BenchError::Setting(format!(
+            "--memory {}: expected a multiple of 8 MiB, at most {} MiB",
+            self.memory_bytes,
+            most >> 20
+        )))
+    }
+}
+
+/// The way of the streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Way {
+    /// From QEMU to QEMU.
+    Direct,
+    /// The same, with TCP_NODELAY.
+    DirectNoDelay,
+    /// Through tunnels.
+    Tunnel,
+    /// Through tunnels with TLS.
+    TunnelTls,
+}
+
+impl Way {
+    const ALL: [Self; 4] = [
+        Self::Direct,
+        Self::DirectNoDelay,
+        Self::Tunnel,
+        Self::TunnelTls,
+    ];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::DirectNoDelay => "direct, TCP_NODELAY",
+            Self::Tunnel => "tunnel",
+            Self::TunnelTls => "tunnel, TLS",
+        }
+    }
+}
+
+/// What all measurements of a run need.
+struct Conditions<'a> {
+    setting: &'a TunnelSetting,
+    qemu: &'a Qemu,
+    hosts: &'a TwoHosts,
+    stop: &'a (dyn Fn() -> bool + Sync),
+}
+
+impl Conditions<'_> {
+    /// The tunnels of a way, if it has them, and where QEMU's streams go.
+    fn streams(&self, way: Way) -> Result<(Option<Ends>, Streams), BenchError> {
+        if matches!(way, Way::Direct | Way::DirectNoDelay) {
+            let no_delay = way == Way::DirectNoDelay;
+            return Ok((None, Streams::direct(self.hosts, no_delay)));
+        }
+        let tls = self.setting.tls.as_ref().filter(|_| way == Way::TunnelTls);
+        let ends = Ends::start(self.setting, self.hosts, tls)?;
+        let streams = ends.streams();
+        Ok((Some(ends), streams))
+    }
+}
+
+/// Runs `bench tunnel` and returns its rows. It ends early when `stop` returns true.
+///
+/// # Errors
+/// [`BenchError::Hosts`] if this machine cannot have two hosts. [`BenchError::Setting`] if these
+/// settings cannot be measured. [`BenchError::Cancelled`]. Other errors if a process fails.
+pub fn tunnel(
+    setting: &TunnelSetting,
+    stop: &(dyn Fn() -> bool + Sync),
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<Row>, BenchError> {
+    setting.check()?;
+    let qemu = Qemu::find(&setting.qemu).map_err(BenchError::Setting)?;
+    let hosts = TwoHosts::start(&Link::new(setting.rate))?;
+    let conditions = Conditions {
+        setting,
+        qemu: &qemu,
+        hosts: &hosts,
+        stop,
+    };
+    let mut rows = Rows::default();
+    for round in 1..=setting.rounds {
+        for what in Move::ALL {
+            for way in Way::ALL {
+                let lacks_files = way == Way::TunnelTls && setting.tls.is_none();
+                if lacks_files || !what.has(way) {
+                    continue;
+                }
+                let name = (what.name(), way.name(), setting.rounds);
+                progress(&format!(
+                    "{}, {}, round {round} of {}",
+                    name.0, name.1, name.2
+                ));
+                let measured = conditions.measure(what, way);
+                // An interrupt of the terminal ends the other processes too.
+                if stop() {
+                    return Err(BenchError::Cancelled);
+                }
+                rows.add(what, way, measured?);
+            }
+        }
+    }
+    Ok(rows.rows(setting, &qemu))
+}
