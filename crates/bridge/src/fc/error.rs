@@ -72,9 +72,6 @@ pub enum FcError {
     /// An offer that is no VM of Firecracker.
     #[error("the offered VM is none of Firecracker: {0}")]
     Offer(String),
-    /// The caller asked to stop.
-    #[error("the move was stopped")]
-    Stopped,
 }
 
 impl FcError {

@@ -24,7 +24,7 @@ use pageferry_machine::{
 };
 use pageferry_migration::{
     Change, Observer, Route, RunningVm, SourceConfig, SourceFailure, SourceReport, SourceSession,
-    SourceVm, Switch, migrate,
+    Switch, migrate,
 };
 use pageferry_userfault::PageBitmap;
 use rustix::fs::{MemfdFlags, OFlags, SealFlags};
@@ -186,16 +186,6 @@ impl Source {
             },
             None => SourceError::Migration(failure),
         })
-    }
-
-    /// Whether the VM at the source is as it was before a failed move.
-    #[must_use]
-    pub fn is_as_it_was(error: &SourceError) -> bool {
-        match error {
-            SourceError::Vmm(_) => true,
-            SourceError::Migration(failure) => failure.vm == SourceVm::Runs,
-            SourceError::NotResumed { .. } => false,
-        }
     }
 }
 

@@ -26,7 +26,6 @@ fn class(error: &FcError) -> Exit {
         FcError::Io { .. } | FcError::Closed(_) | FcError::Timeout { .. } => Exit::NoVm,
         FcError::Http { .. } | FcError::Handshake(_) => Exit::Protocol,
         FcError::Api { .. } | FcError::Offer(_) => Exit::Refused,
-        FcError::Stopped => Exit::Cancelled,
         // The VM or its VMM, as it is now.
         _ => Exit::Declined,
     }
