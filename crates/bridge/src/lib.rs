@@ -4,10 +4,12 @@
 //! out of order, as long as both processes live. A lost connection costs only waiting.
 //!
 //! **Mechanism.** [`tunnel`] carries the streams of QEMU, libvirt and Cloud Hypervisor between two
-//! hosts. [`ch`] moves a VM between two unchanged Cloud Hypervisor processes, by post-copy.
+//! hosts. [`ch`] moves a VM between two unchanged Cloud Hypervisor processes, and [`fc`] between two
+//! unchanged Firecracker processes, by post-copy.
 //!
 //! **Neighbours.** Below: `migration` has the connections, their handshake and TLS, and the
-//! governor. Above: `cli`.
+//! governor. `pager` has the handshake of a userfaultfd. Above: `cli`.
 
 pub mod ch;
+pub mod fc;
 pub mod tunnel;

@@ -771,10 +771,10 @@ pub(crate) struct ReceiveArgs {
     /// Listen on the socket that systemd's socket activation hands over (LISTEN_FDS, LISTEN_PID)
     #[arg(long)]
     pub(crate) activated: bool,
-    /// Receive a VM of Cloud Hypervisor into the process with this API socket, which has no VM. The
-    /// command ends when that process has all of it
-    #[arg(long = "for", value_name = "ch:API_SOCKET", value_parser = crate::bridge::ch::api)]
-    pub(crate) for_vmm: Option<PathBuf>,
+    /// Receive a VM of Cloud Hypervisor (ch) or Firecracker (fc) into the process with this API
+    /// socket, which has no VM. The command ends when that process has all of it
+    #[arg(long = "for", value_name = "ch:API_SOCKET|fc:API_SOCKET")]
+    pub(crate) for_vmm: Option<crate::bridge::Vmm>,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
     /// Go on in the background once it listens: print the address and the VM's name, and end with

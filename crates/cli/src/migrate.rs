@@ -1,7 +1,7 @@
 //! `pageferry migrate`: asks a VM on this host to move.
 
 use crate::args::MigrateArgs;
-use crate::bridge;
+use crate::bridge::Vmm;
 use crate::control::client::{Client, ask};
 use crate::control::options::MigrateOptions;
 use crate::control::protocol::{ErrorLine, Event, Request, SessionEvent};
@@ -28,8 +28,8 @@ const CHECK_LIMIT: Duration = Duration::from_secs(60);
 /// # Errors
 /// The failure that the VM's process reports.
 pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    if let Some(api) = bridge::ch::of(args.vm.vm.as_deref())? {
-        return bridge::ch::migrate(&api, args, interrupts);
+    if let Some(vmm) = Vmm::of(args.vm.vm.as_deref())? {
+        return vmm.migrate(args, interrupts);
     }
     if args.preserve_source {
         let why = "--preserve-source is for VMs of Cloud Hypervisor: give --vm ch:API_SOCKET";

@@ -2,7 +2,6 @@
 
 use crate::activation;
 use crate::args::ReceiveArgs;
-use crate::bridge;
 use crate::console::Shown;
 use crate::control::options::{limits, plain};
 use crate::control::server::Server;
@@ -83,8 +82,8 @@ pub(crate) fn receive(
         };
         let display = args.child_of.is_none().then(|| Display::start(&feed));
         let mut stops = StopRequests::new(interrupts, Some(&host));
-        if let Some(api) = &args.for_vmm {
-            let taken = bridge::ch::take_in(api, &host, incoming, args, &feed, &mut stops);
+        if let Some(vmm) = &args.for_vmm {
+            let taken = vmm.take_in((&host, incoming, args), &feed, &mut stops);
             if let Some(display) = display {
                 display.finish();
             }

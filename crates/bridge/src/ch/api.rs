@@ -191,17 +191,17 @@ pub fn parse_answer(mut bytes: &[u8]) -> Result<Option<(u16, usize)>, ChError> {
     }
 }
 
-/// A directory that only Cloud Hypervisor's user and we can enter, with the path of a socket in it.
+/// A directory that only the VMM's user and we can enter, with the path of a socket in it.
 /// It is removed on drop.
-pub(super) struct Meeting {
-    directory: PathBuf,
-    pub(super) socket: PathBuf,
+pub(crate) struct Meeting {
+    pub(crate) directory: PathBuf,
+    pub(crate) socket: PathBuf,
     owner: (u32, u32),
 }
 
 impl Meeting {
     /// Makes the directory beside the API socket.
-    pub(super) fn beside(api: &Path) -> Result<Self, ChError> {
+    pub(crate) fn beside(api: &Path) -> Result<Self, ChError> {
         use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
         use std::sync::atomic::{AtomicU32, Ordering};
         static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -221,14 +221,19 @@ impl Meeting {
         Ok(meeting)
     }
 
-    /// Makes Cloud Hypervisor's user the owner, if we may. Otherwise we have the same user, or its
+    /// Makes the VMM's user the owner, if we may. Otherwise we have the same user, or its
     /// connection fails with a reason.
-    pub(super) fn give_away(&self, path: &Path) {
+    pub(crate) fn give_away(&self, path: &Path) {
         let _ = std::os::unix::fs::chown(path, Some(self.owner.0), Some(self.owner.1));
     }
 
+    /// As [`Self::give_away`], for a file that is open. No link can lead elsewhere.
+    pub(crate) fn give_file_away(&self, file: &std::fs::File) {
+        let _ = std::os::unix::fs::fchown(file, Some(self.owner.0), Some(self.owner.1));
+    }
+
     /// The socket, as the API wants it.
-    pub(super) fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         format!("unix:{}", self.socket.display())
     }
 }

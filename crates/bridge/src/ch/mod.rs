@@ -27,7 +27,7 @@
 //! **Neighbours.** Below: `migration`. Verified against a double of Cloud Hypervisor only
 //! (`testkit`).
 
-mod api;
+pub(crate) mod api;
 mod destination;
 mod error;
 mod link;

@@ -1,4 +1,5 @@
-//! Tunnels between VMMs that are threads of the test, and moves between doubles of Cloud Hypervisor.
+//! Tunnels between VMMs that are threads of the test, and moves between doubles of Cloud Hypervisor and
+//! of Firecracker.
 
 mod ch;
 mod ch_bad_input;
@@ -6,6 +7,9 @@ mod ch_failures;
 mod ch_figures;
 mod ch_move;
 mod ch_wire;
+mod fc;
+mod fc_failures;
+mod fc_move;
 mod scene;
 mod tunnel;
 mod tunnel_faults;
@@ -15,4 +19,10 @@ mod tunnel_hostile;
 #[test]
 fn cloud_hypervisor_double() {
     pageferry_testkit::cloud_hypervisor::entry();
+}
+
+/// Becomes the double of Firecracker in a process of its own.
+#[test]
+fn firecracker_double() {
+    pageferry_testkit::firecracker::entry();
 }

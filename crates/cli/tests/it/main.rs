@@ -21,6 +21,7 @@ mod cpus;
 mod demo;
 mod detach;
 mod docs_links;
+mod firecracker;
 mod interrupts;
 #[cfg_attr(
     not(feature = "bench"),

@@ -35,6 +35,9 @@ pub(super) const CONFIG: &str = "PAGEFERRY_FIRECRACKER_DOUBLE";
 /// # firecracker_double();
 /// ```
 pub fn entry() {
+    if let Some(text) = std::env::var_os(super::vmm::CONFIG) {
+        super::vmm::main(text.to_str().expect("a configuration"));
+    }
     let Some(text) = std::env::var_os(CONFIG) else {
         return;
     };

@@ -89,6 +89,8 @@ pub(super) struct Guest {
     pub(super) removals: AtomicU64,
     pub(super) wrong: AtomicU64,
     pub(super) remembered: Mutex<Vec<Wrong>>,
+    /// The time between two removals, for a VM that is saved.
+    pub(super) balloon_us: Mutex<Option<u64>>,
 }
 
 impl Guest {
@@ -103,6 +105,34 @@ impl Guest {
             removals: AtomicU64::new(0),
             wrong: AtomicU64::new(0),
             remembered: Mutex::new(Vec::new()),
+            balloon_us: Mutex::default(),
+        }
+    }
+
+    pub(super) fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// Writes the memory file's contents to all pages.
+    pub(super) fn fill(&self) {
+        for page in 0..self.memory.pages() {
+            let words = in_file(self.seed, page);
+            for (word, value) in self.memory.words(page).iter().zip(words) {
+                word.store(value, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// What each page contains, of a VM that is paused.
+    pub(super) fn page_states(&self) -> Vec<u64> {
+        let states = self.states.iter();
+        states.map(|state| state.load(Ordering::SeqCst)).collect()
+    }
+
+    /// Takes over what each page contains. Nothing runs yet.
+    pub(super) fn set_page_states(&self, states: &[u64]) {
+        for (state, value) in self.states.iter().zip(states) {
+            state.store(*value, Ordering::SeqCst);
         }
     }
 

@@ -45,6 +45,9 @@
 //! assert!(double.quit().success());
 //! ```
 //!
+//! [`VmmDouble`] is more of Firecracker: a process with its API, which pauses its VM, saves it to a
+//! full snapshot, and loads one.
+//!
 //! **Neighbours.** It uses `userfault` to open and register. Page servers in tests serve it.
 
 mod child;
@@ -54,6 +57,8 @@ mod double;
 mod guest;
 mod handshake;
 mod memory;
+mod vmm;
+mod vmm_double;
 
 pub use child::entry;
 pub use config::{Backend, Config};
@@ -62,3 +67,5 @@ pub use double::{Double, Status, Task};
 pub use guest::Wrong;
 pub use handshake::{Fields, handshake_text, send_handshake};
 pub use memory::Region;
+pub use vmm::Quirk;
+pub use vmm_double::{VmmConfig, VmmDouble, VmmStatus};

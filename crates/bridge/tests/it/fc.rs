@@ -1,0 +1,175 @@
+//! Two doubles of Firecracker, and a move between them over loopback.
+
+use crate::ch::Directory;
+use pageferry_bridge::fc::{
+    Pause, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions, receive,
+};
+use pageferry_migration::{
+    Destination, DestinationConfig, DestinationReport, Listener, PlainPolicy, Route, SourceConfig,
+    SourceReport, SourceSession, Unobserved,
+};
+use pageferry_testkit::firecracker::{Quirk, VmmConfig, VmmDouble};
+use pageferry_testkit::shaper::{Plan, Shaper};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// The longest move of a test.
+const LIMIT: Duration = Duration::from_secs(120);
+/// 12 MiB in two regions.
+pub(crate) const REGIONS: [u64; 2] = [8 << 20, 4 << 20];
+pub(crate) const PAGES: u64 = (12 << 20) / 4096;
+
+/// Two doubles, and what moves a VM from one to the other.
+pub(crate) struct Hosts {
+    pub(crate) source: VmmDouble,
+    pub(crate) target: VmmDouble,
+    pub(crate) session: SourceSession,
+    pub(crate) destination: Arc<Destination>,
+    directory: Directory,
+}
+
+/// What both ends say about a move.
+pub(crate) struct Moved {
+    pub(crate) sent: Result<SourceReport, SourceError>,
+    pub(crate) received: Result<DestinationReport, ReceiveError>,
+    /// Firecracker's parts of the pause.
+    pub(crate) pause: Option<Pause>,
+}
+
+/// What a test may touch while a move is under way.
+pub(crate) struct Beside<'a> {
+    pub(crate) source: &'a mut VmmDouble,
+    pub(crate) session: &'a SourceSession,
+    pub(crate) destination: &'a Arc<Destination>,
+}
+
+pub(crate) fn route_by(shaper: &Shaper) -> Route {
+    Route::To(shaper.addr().to_string().parse().unwrap())
+}
+
+impl Hosts {
+    /// Starts both. The VM runs.
+    pub(crate) fn start(source: Quirk, target: Quirk) -> Option<Self> {
+        Self::with_balloon(source, target, None)
+    }
+
+    pub(crate) fn with_balloon(
+        source: Quirk,
+        target: Quirk,
+        balloon_us: Option<u64>,
+    ) -> Option<Self> {
+        let directory = Directory::new();
+        let mut sending = VmmDouble::start(&VmmConfig {
+            api: directory.join("source"),
+            seed: 1,
+            regions: REGIONS.to_vec(),
+            vcpus: 2,
+            balloon_us,
+            quirk: source,
+        })?;
+        let receiving = VmmDouble::start(&VmmConfig {
+            api: directory.join("target"),
+            seed: 0,
+            regions: Vec::new(),
+            vcpus: 0,
+            balloon_us: None,
+            quirk: target,
+        })?;
+        sending.run();
+        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+        let config = DestinationConfig::default();
+        let destination = Destination::listen(listener, config, |_| ()).unwrap();
+        Some(Self {
+            source: sending,
+            target: receiving,
+            session: SourceSession::new().unwrap(),
+            destination: Arc::new(destination),
+            directory,
+        })
+    }
+
+    pub(crate) fn source_options(&self) -> SourceOptions {
+        SourceOptions {
+            api: self.directory.join("source"),
+        }
+    }
+
+    pub(crate) fn target_as_source(&self) -> SourceOptions {
+        SourceOptions {
+            api: self.directory.join("target"),
+        }
+    }
+
+    /// A link on which 12 MiB take 3 s.
+    pub(crate) fn slow_link(&self) -> Shaper {
+        let to = self.destination.local_addrs()[0].to_string();
+        let to: SocketAddr = to.trim_start_matches("tcp:").parse().unwrap();
+        let plan = Plan {
+            rate: Some(4 << 20),
+            ..Plan::default()
+        };
+        Shaper::start(to, plan).unwrap()
+    }
+
+    pub(crate) fn route(&self) -> Route {
+        Route::To(self.destination.local_addrs()[0].clone())
+    }
+
+    /// Moves the VM. `beside` runs meanwhile.
+    pub(crate) fn migrate(&mut self, route: &Route, beside: impl FnOnce(Beside<'_>)) -> Moved {
+        let target = ReceiverOptions {
+            api: self.directory.join("target"),
+        };
+        self.migrate_to(&target, route, beside)
+    }
+
+    pub(crate) fn migrate_to(
+        &mut self,
+        target: &ReceiverOptions,
+        route: &Route,
+        beside: impl FnOnce(Beside<'_>),
+    ) -> Moved {
+        let config = SourceConfig {
+            plain: PlainPolicy::Anywhere,
+            ..SourceConfig::default()
+        };
+        let began = Instant::now();
+        let late = || began.elapsed() > LIMIT;
+        let over = AtomicBool::new(false);
+        let source = Source::take(&self.source_options()).unwrap();
+        let (session, destination) = (&self.session, &self.destination);
+        let beside_it = Beside {
+            source: &mut self.source,
+            session,
+            destination,
+        };
+        std::thread::scope(|scope| {
+            // A move that hangs fails its test, and does not hang it.
+            scope.spawn(|| {
+                while !over.load(Ordering::Acquire) {
+                    std::thread::sleep(Duration::from_millis(10));
+                    if late() {
+                        session.cancel();
+                        session.give_up();
+                        destination.give_up();
+                    }
+                }
+            });
+            let received = scope.spawn(|| {
+                let incoming = destination.accept(&late).unwrap();
+                receive(target, destination, incoming, &late, &Unobserved)
+            });
+            let sent = scope.spawn(|| source.migrate(route, &config, session, &Unobserved));
+            beside(beside_it);
+            let (sent, received) = (sent.join(), received.join());
+            over.store(true, Ordering::Release);
+            Moved {
+                sent: sent.unwrap(),
+                received: received.unwrap(),
+                pause: source.pause(),
+            }
+        })
+    }
+}

@@ -1,0 +1,218 @@
+//! Firecracker processes that die or refuse at each step: where the VM is, and what both ends say.
+
+use crate::ch::Directory;
+use crate::fc::{Hosts, Moved, route_by};
+use pageferry_bridge::fc::{ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions};
+use pageferry_migration::{DestinationVm, SourceVm};
+use pageferry_testkit::firecracker::Quirk;
+use pageferry_testkit::wait_until;
+
+fn moved(source: Quirk, target: Quirk) -> Option<(Hosts, Moved)> {
+    let mut hosts = Hosts::start(source, target)?;
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
+    Some((hosts, moved))
+}
+
+/// The migration failed before the hand-over. Returns the words of both ends.
+fn check_failed(moved: &Moved) -> String {
+    let error = moved.sent.as_ref().expect_err("the move fails");
+    match error {
+        SourceError::Migration(failure) => assert_eq!(failure.vm, SourceVm::Runs, "{error}"),
+        other => panic!("{other}"),
+    }
+    let received = moved.received.as_ref().expect_err("the move fails");
+    match received {
+        ReceiveError::Refused(_) => {}
+        ReceiveError::Migration(failure) | ReceiveError::Vmm { failure, .. } => {
+            assert_eq!(failure.vm, DestinationVm::Discarded, "{received}");
+        }
+        other => panic!("{other}"),
+    }
+    format!("{error} / {received}")
+}
+
+/// The VM runs at its source with all its memory.
+fn check_runs_on(hosts: &mut Hosts) {
+    assert_eq!(hosts.source.status().state, "Running");
+    let touches = hosts.source.status().touches;
+    wait_until("the guest to go on", || {
+        hosts.source.status().touches > touches + 100
+    });
+    let status = hosts.source.verify();
+    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+}
+
+#[test]
+fn a_firecracker_that_fails_before_the_hand_over_leaves_the_vm_running_at_its_source() {
+    for (source, target, sentence) in [
+        (Quirk::RefusePause, Quirk::Right, "PATCH /vm by 400"),
+        (
+            Quirk::RefuseCreate,
+            Quirk::Right,
+            "PUT /snapshot/create by 400",
+        ),
+        (
+            Quirk::LongState,
+            Quirk::Right,
+            "the state file has 10000001 bytes",
+        ),
+        (
+            Quirk::LinkState,
+            Quirk::Right,
+            "Too many levels of symbolic links",
+        ),
+        // The size of the memory file is sealed.
+        (Quirk::MoreMemory, Quirk::Right, "Operation not permitted"),
+        (Quirk::Right, Quirk::RefuseLoad, "PUT /snapshot/load by 400"),
+        (Quirk::Right, Quirk::DieAtLoad, "closed its connection"),
+        (
+            Quirk::Right,
+            Quirk::ShortHandshake,
+            "its regions have 8388608 bytes, expected 12582912",
+        ),
+    ] {
+        let Some((mut hosts, moved)) = moved(source, target) else {
+            return;
+        };
+        let texts = check_failed(&moved);
+        assert!(texts.contains(sentence), "{source:?} {target:?}: {texts}");
+        check_runs_on(&mut hosts);
+    }
+}
+
+/// The VM can move again after a failure, with what it has written since.
+#[test]
+fn a_vm_moves_after_a_failed_move() {
+    let Some((mut hosts, moved)) = moved(Quirk::Right, Quirk::RefuseLoad) else {
+        return;
+    };
+    check_failed(&moved);
+    check_runs_on(&mut hosts);
+    let Some(mut others) = Hosts::start(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    std::mem::swap(&mut hosts.target, &mut others.target);
+    hosts.session = pageferry_migration::SourceSession::new().unwrap();
+    let target = ReceiverOptions {
+        api: others.target_as_source().api,
+    };
+    let route = hosts.route();
+    let moved = hosts.migrate_to(&target, &route, |_| ());
+    moved.sent.unwrap();
+    moved.received.unwrap();
+    let status = hosts.target.verify();
+    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+}
+
+/// A paused VM stays paused.
+#[test]
+fn a_paused_vm_stays_paused_at_its_source_after_a_failure() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::RefuseLoad) else {
+        return;
+    };
+    hosts.source.pause();
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
+    check_failed(&moved);
+    assert_eq!(hosts.source.status().state, "Paused");
+}
+
+#[test]
+fn a_sender_that_dies_in_its_snapshot_takes_its_vm_along() {
+    let Some((mut hosts, moved)) = moved(Quirk::DieAtCreate, Quirk::Right) else {
+        return;
+    };
+    assert_eq!(hosts.source.wait().code(), Some(9));
+    let error = moved.sent.expect_err("its VM is gone").to_string();
+    assert!(error.contains("cannot be resumed"), "{error}");
+    assert!(moved.received.is_err());
+    assert_eq!(hosts.target.status().state, "Not started");
+}
+
+/// The VM is lost with the receiver, and both ends say so. The source does not run it again.
+#[test]
+fn a_receiver_that_dies_behind_the_hand_over_is_the_end_of_the_vm() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::DieAtResume) else {
+        return;
+    };
+    let shaper = hosts.slow_link();
+    let route = route_by(&shaper);
+    let moved = hosts.migrate(&route, |beside| {
+        wait_until("the destination to notice", || {
+            !matches!(
+                beside.destination.status().stage,
+                "none" | "receiving" | "ready" | "running"
+            )
+        });
+        beside.session.give_up();
+    });
+    let error = moved.received.expect_err("its process has ended");
+    let text = error.to_string();
+    assert!(
+        text.contains("closed its connection") || text.contains("has ended"),
+        "{text}"
+    );
+    assert_eq!(hosts.source.status().state, "Paused");
+}
+
+/// An operator who knows that the destination is gone resumes the paused copy.
+#[test]
+fn a_vm_of_firecracker_can_be_resumed_where_it_was() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::DieAtResume) else {
+        return;
+    };
+    let shaper = hosts.slow_link();
+    let route = route_by(&shaper);
+    let moved = hosts.migrate(&route, |beside| {
+        wait_until("the destination to notice", || {
+            !matches!(
+                beside.destination.status().stage,
+                "none" | "receiving" | "ready" | "running"
+            )
+        });
+        beside.session.resume_here();
+    });
+    assert!(moved.received.is_err());
+    let error = moved.sent.expect_err("the destination is gone");
+    assert!(matches!(error, SourceError::Migration(_)), "{error}");
+    check_runs_on(&mut hosts);
+}
+
+/// Processes that no move can begin with.
+#[test]
+fn a_process_that_does_not_fit_is_refused_with_a_reason() {
+    let Some(hosts) = Hosts::start(Quirk::HugePages, Quirk::Right) else {
+        return;
+    };
+    let directory = Directory::new();
+    std::fs::write(directory.join("file"), "").unwrap();
+    let options = |name: &str| SourceOptions {
+        api: directory.join(name),
+    };
+    for (options, sentence) in [
+        (hosts.source_options(), "huge_pages is 2M: expected None"),
+        (hosts.target_as_source(), "the VM is 'Not started'"),
+        (options("none"), "cannot reach the API socket"),
+        (options("file"), "cannot reach the API socket"),
+    ] {
+        let error = Source::take(&options).unwrap_err().to_string();
+        assert!(error.contains(sentence), "{error}");
+    }
+}
+
+/// A process that has a VM takes none in.
+#[test]
+fn a_receiver_with_a_vm_refuses_another() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    let target = ReceiverOptions {
+        api: hosts.source_options().api,
+    };
+    let route = hosts.route();
+    let moved = hosts.migrate_to(&target, &route, |_| ());
+    let texts = check_failed(&moved);
+    assert!(texts.contains("expected Not started"), "{texts}");
+    check_runs_on(&mut hosts);
+}

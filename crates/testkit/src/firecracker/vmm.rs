@@ -1,0 +1,418 @@
+//! A whole Firecracker process: its API socket, and the commands of its test.
+//!
+//! **Guarantee.** The threads that answer the test touch no guest memory. The process ends when its
+//! test ends.
+//!
+//! **Mechanism.** The API carries out one call at a time, as the real one does. The state file has
+//! the seed, and what each page must contain. So the process that loads it can check all pages.
+
+use super::guest::Guest;
+use super::handshake::{Fields, handshake_text, send_handshake};
+use super::memory::{Kind, Memory, Region};
+use pageferry_userfault::uffd::{Features, Userfaultfd};
+use serde_json::{Value, json};
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// The variable that has the configuration in the double's process.
+pub(super) const CONFIG: &str = "PAGEFERRY_FIRECRACKER_VMM_DOUBLE";
+
+/// Something that a real process could do wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Quirk {
+    /// It does all right.
+    Right,
+    /// It does not pause its VM.
+    RefusePause,
+    /// It makes no snapshot.
+    RefuseCreate,
+    /// It ends while it makes a snapshot.
+    DieAtCreate,
+    /// Its state file is longer than Firecracker's limit.
+    LongState,
+    /// Its state file is a link to another file.
+    LinkState,
+    /// It says that its pages have 2 MiB.
+    HugePages,
+    /// It has 1 MiB more than it says, as with hot-plugged memory.
+    MoreMemory,
+    /// It refuses the snapshot, and ends.
+    RefuseLoad,
+    /// It ends before the handshake.
+    DieAtLoad,
+    /// Its handshake has a region less.
+    ShortHandshake,
+    /// It ends when its VM is to run.
+    DieAtResume,
+}
+
+impl Quirk {
+    const ALL: [Self; 12] = [
+        Self::Right,
+        Self::RefusePause,
+        Self::RefuseCreate,
+        Self::DieAtCreate,
+        Self::LongState,
+        Self::LinkState,
+        Self::HugePages,
+        Self::MoreMemory,
+        Self::RefuseLoad,
+        Self::DieAtLoad,
+        Self::ShortHandshake,
+        Self::DieAtResume,
+    ];
+}
+
+/// The limit of a state file.
+const MAX_STATE_BYTES: u64 = 10_000_000;
+
+/// Becomes the double. Ends the process.
+pub(super) fn main(text: &str) -> ! {
+    let stdin = std::io::stdin().as_fd().try_clone_to_owned();
+    let control = UnixStream::from(stdin.expect("a descriptor"));
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::exit(2);
+    }));
+    let config: Value = serde_json::from_str(text).expect("the text of a configuration");
+    let vmm = Arc::new(Vmm::new(&config));
+    let path = config["api"].as_str().expect("a path");
+    let api = UnixListener::bind(path).expect("a path for the API socket");
+    let served = Arc::clone(&vmm);
+    std::thread::spawn(move || {
+        for call in api.incoming().flatten() {
+            served.answer(&call);
+        }
+    });
+    std::process::exit(serve(&vmm, &control));
+}
+
+/// Serves the commands of the test until there are no more. Returns the exit code.
+fn serve(vmm: &Arc<Vmm>, mut control: &UnixStream) -> i32 {
+    let mut answer = "ready".to_owned();
+    let mut lines = BufReader::new(control).lines();
+    loop {
+        if writeln!(control, "{answer}").is_err() {
+            return 2;
+        }
+        let Some(Ok(line)) = lines.next() else {
+            return 2;
+        };
+        answer = match line.as_str() {
+            "status" => vmm.status(),
+            "run" => vmm.set_running(true),
+            "pause" => vmm.set_running(false),
+            "verify" => {
+                let checked = Arc::clone(vmm);
+                std::thread::spawn(move || {
+                    let guest = checked.guest().expect("a VM");
+                    (0..guest.memory.pages()).for_each(|page| guest.read(page));
+                    checked.verified.store(true, Ordering::SeqCst);
+                });
+                "ok".into()
+            }
+            _ => return 0,
+        };
+    }
+}
+
+struct Vmm {
+    quirk: Quirk,
+    guest: Mutex<Option<Arc<Guest>>>,
+    verified: AtomicBool,
+}
+
+/// What a state file says, and the configuration of a process with a VM.
+struct State {
+    regions: Vec<u64>,
+    seed: u64,
+    vcpus: usize,
+    balloon_us: Option<u64>,
+    /// What each page contains. A VM that was never saved has the memory file's contents.
+    pages: Vec<u64>,
+}
+
+impl State {
+    fn parse(state: &Value) -> Option<Self> {
+        let numbers = |value: &Value| -> Option<Vec<u64>> {
+            value.as_array()?.iter().map(Value::as_u64).collect()
+        };
+        Some(Self {
+            regions: numbers(&state["regions"])?,
+            seed: state["seed"].as_u64()?,
+            vcpus: state["vcpus"].as_u64()? as usize,
+            balloon_us: state["balloon_us"].as_u64(),
+            pages: numbers(&state["states"])?,
+        })
+    }
+}
+
+/// A guest whose threads wait.
+fn start(memory: Memory, state: &State) -> Arc<Guest> {
+    let guest = Arc::new(Guest::new(memory, state.seed, state.vcpus));
+    guest.set_page_states(&state.pages);
+    for number in 0..state.vcpus {
+        let guest = Arc::clone(&guest);
+        std::thread::spawn(move || guest.vcpu(number));
+    }
+    if let Some(us) = state.balloon_us {
+        *guest.balloon_us.lock().expect("no thread panics here") = Some(us);
+        let guest = Arc::clone(&guest);
+        std::thread::spawn(move || guest.balloon(Duration::from_micros(us)));
+    }
+    guest
+}
+
+impl Vmm {
+    fn new(config: &Value) -> Self {
+        let quirk = config["quirk"].as_u64().expect("a number") as usize;
+        let state = State::parse(config).expect("a configuration");
+        let guest = (!state.regions.is_empty()).then(|| {
+            let kind = Kind::Anonymous { huge: false };
+            let memory = Memory::map(&state.regions, kind).expect("memory");
+            let guest = start(memory, &state);
+            guest.fill();
+            guest
+        });
+        Self {
+            quirk: Quirk::ALL[quirk],
+            guest: Mutex::new(guest),
+            verified: AtomicBool::new(false),
+        }
+    }
+
+    fn guest(&self) -> Option<Arc<Guest>> {
+        self.guest.lock().expect("no thread panics here").clone()
+    }
+
+    fn set_running(&self, on: bool) -> String {
+        let guest = self.guest().expect("a VM");
+        guest.running.store(on, Ordering::SeqCst);
+        // A vCPU that sleeps on a missing page does not keep Firecracker from its answer.
+        for _ in 0..100 {
+            if on || guest.active.load(Ordering::SeqCst) == 0 {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        "ok".into()
+    }
+
+    fn state(&self) -> &'static str {
+        match self.guest() {
+            None => "Not started",
+            Some(guest) if guest.running.load(Ordering::SeqCst) => "Running",
+            Some(_) => "Paused",
+        }
+    }
+
+    /// One line of JSON.
+    fn status(&self) -> String {
+        let guest = self.guest();
+        let first = guest.as_ref().map(|guest| {
+            let wrong = guest.remembered.lock().expect("no thread panics here");
+            format!("{:?}", wrong.first())
+        });
+        json!({
+            "state": self.state(),
+            "touches": guest.as_ref().map_or(0, |guest| {
+                guest.touches.iter().map(|each| each.load(Ordering::SeqCst)).sum::<u64>()
+            }),
+            "removals": guest.as_ref().map_or(0, |g| g.removals.load(Ordering::SeqCst)),
+            "wrong": guest.as_ref().map_or(0, |guest| guest.wrong.load(Ordering::SeqCst)),
+            "verified": self.verified.load(Ordering::SeqCst),
+            "first_wrong": first,
+        })
+        .to_string()
+    }
+
+    /// Answers one call of the API.
+    fn answer(&self, mut call: &UnixStream) {
+        let Some((method, path, body)) = read_call(call) else {
+            return;
+        };
+        let done = self.perform(&method, &path, &body);
+        let (status, body) = match &done {
+            Ok(Value::Null) => ("204 No Content", String::new()),
+            Ok(body) => ("200 OK", body.to_string()),
+            Err(why) => (
+                "400 Bad Request",
+                json!({ "fault_message": why }).to_string(),
+            ),
+        };
+        let _ = write!(
+            call,
+            "HTTP/1.1 {status}\r\nServer: Firecracker API\r\nConnection: keep-alive\r\n\
+             Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        if done.is_err() && path == "/snapshot/load" {
+            // As the real one.
+            std::process::exit(1);
+        }
+    }
+
+    fn perform(&self, method: &str, path: &str, body: &Value) -> Result<Value, String> {
+        match (method, path) {
+            ("GET", "/") => Ok(json!({
+                "id": "double", "state": self.state(), "vmm_version": "1.17.0-dev",
+                "app_name": "Firecracker",
+            })),
+            ("GET", "/machine-config") => {
+                let bytes = self.guest().map_or(128 << 20, |g| g.memory.pages() * 4096);
+                let hidden = u64::from(self.quirk == Quirk::MoreMemory);
+                let huge = if self.quirk == Quirk::HugePages {
+                    "2M"
+                } else {
+                    "None"
+                };
+                Ok(json!({
+                    "vcpu_count": self.guest().map_or(1, |guest| guest.touches.len()),
+                    "mem_size_mib": (bytes >> 20) - hidden, "smt": false, "track_dirty_pages": false,
+                    "huge_pages": huge,
+                }))
+            }
+            ("PATCH", "/vm") => {
+                self.guest().ok_or("there is no VM")?;
+                match (body["state"].as_str(), self.quirk) {
+                    (Some("Paused"), Quirk::RefusePause) => return Err("it does not pause".into()),
+                    (Some("Resumed"), Quirk::DieAtResume) => std::process::exit(9),
+                    (Some("Paused"), _) => self.set_running(false),
+                    (Some("Resumed"), _) => self.set_running(true),
+                    (other, _) => return Err(format!("unknown state {other:?}")),
+                };
+                Ok(Value::Null)
+            }
+            ("PUT", "/snapshot/create") => self.create(body).map(|()| Value::Null),
+            ("PUT", "/snapshot/load") => self.load(body).map(|()| Value::Null),
+            _ => Err(format!("unknown call {method} {path}")),
+        }
+    }
+
+    /// Makes a full snapshot of the paused VM.
+    fn create(&self, body: &Value) -> Result<(), String> {
+        let guest = self.guest().ok_or("there is no VM")?;
+        if self.state() != "Paused" || self.quirk == Quirk::RefuseCreate {
+            return Err("the VM cannot be saved now".into());
+        }
+        if body["snapshot_type"] != "Full" {
+            return Err("the double makes full snapshots only".into());
+        }
+        let path = |name: &str| body[name].as_str().ok_or(format!("no {name}"));
+        let failed = |why: std::io::Error| why.to_string();
+        let regions = guest.memory.regions().iter().map(|region| region.size);
+        let state = json!({
+            "seed": guest.seed(),
+            "regions": regions.collect::<Vec<_>>(),
+            "vcpus": guest.touches.len(),
+            "balloon_us": *guest.balloon_us.lock().expect("no thread panics here"),
+            "states": guest.page_states(),
+        });
+        if self.quirk == Quirk::LinkState {
+            std::os::unix::fs::symlink("/etc/hostname", path("snapshot_path")?).map_err(failed)?;
+            return Ok(());
+        }
+        let mut file = File::create(path("snapshot_path")?).map_err(failed)?;
+        file.write_all(state.to_string().as_bytes())
+            .map_err(failed)?;
+        if self.quirk == Quirk::LongState {
+            file.set_len(MAX_STATE_BYTES + 1).map_err(failed)?;
+        }
+        let mut options = OpenOptions::new();
+        let options = options.write(true).create(true).truncate(false);
+        let memory = options.open(path("mem_file_path")?).map_err(failed)?;
+        let bytes = guest.memory.pages() * 4096;
+        if memory.metadata().map_err(failed)?.len() != bytes {
+            memory.set_len(0).map_err(failed)?;
+        }
+        memory.set_len(bytes).map_err(failed)?;
+        for page in 0..guest.memory.pages() {
+            if self.quirk == Quirk::DieAtCreate && page == 100 {
+                std::process::exit(9);
+            }
+            let words = guest.memory.load(page);
+            let words = super::contents::bytes(&words);
+            memory.write_all_at(&words, page * 4096).map_err(failed)?;
+        }
+        memory.sync_all().map_err(failed)
+    }
+
+    /// Loads a snapshot. It reads a page before it answers, as the real one may.
+    fn load(&self, body: &Value) -> Result<(), String> {
+        if self.guest().is_some() {
+            return Err("there is a VM".into());
+        }
+        match self.quirk {
+            Quirk::RefuseLoad => return Err("the snapshot is of another version".into()),
+            Quirk::DieAtLoad => std::process::exit(9),
+            _ => {}
+        }
+        let path = body["snapshot_path"].as_str().ok_or("no snapshot_path")?;
+        let text = std::fs::read_to_string(path).map_err(|why| why.to_string())?;
+        let state = serde_json::from_str(&text).map_err(|why| why.to_string())?;
+        let state = State::parse(&state).ok_or("a bad state file")?;
+        if body["mem_backend"]["backend_type"] != "Uffd" {
+            return Err("the double loads by userfaultfd only".into());
+        }
+        let socket = body["mem_backend"]["backend_path"]
+            .as_str()
+            .ok_or("no path")?;
+        let memory = Memory::map(&state.regions, Kind::Anonymous { huge: false });
+        let memory = memory.map_err(|why| why.to_string())?;
+        let uffd = Userfaultfd::open(Features::EVENT_REMOVE).map_err(|why| why.to_string())?;
+        memory.register(&uffd)?;
+        let mut regions: Vec<Region> = memory.regions().to_vec();
+        if self.quirk == Quirk::ShortHandshake {
+            regions.pop();
+        }
+        let handshake = handshake_text(&regions, 4096, Fields::Both);
+        let stream = send_handshake(Path::new(socket), handshake.as_bytes(), &[uffd.as_fd()]);
+        // Both stay open as long as the process lives.
+        std::mem::forget(stream.map_err(|why| why.to_string())?);
+        std::mem::forget(uffd);
+        let guest = start(memory, &state);
+        guest.read(guest.memory.pages() / 2);
+        *self.guest.lock().expect("no thread panics here") = Some(guest);
+        if body["resume_vm"] == true {
+            self.set_running(true);
+        }
+        Ok(())
+    }
+}
+
+/// Reads a call: its method, its path and its body.
+fn read_call(call: &UnixStream) -> Option<(String, String, Value)> {
+    let mut reader = BufReader::new(call);
+    let mut line = String::new();
+    reader.read_line(&mut line).ok()?;
+    let mut words = line.split(' ');
+    let (method, path) = (words.next()?.to_owned(), words.next()?.to_owned());
+    let mut length = 0;
+    loop {
+        line.clear();
+        reader.read_line(&mut line).ok()?;
+        if line.trim().is_empty() {
+            break;
+        }
+        let (name, value) = line.split_once(':')?;
+        if name.eq_ignore_ascii_case("content-length") {
+            length = value.trim().parse().ok()?;
+        }
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body).ok()?;
+    Some((
+        method,
+        path,
+        serde_json::from_slice(&body).unwrap_or_default(),
+    ))
+}
