@@ -1,13 +1,13 @@
 //! How do the VMs of other VMMs move?
 //!
 //! **Guarantee.** A VMM's migration stream arrives as it was sent: no byte is lost, comes twice or
-//! out of order, as long as both processes live. A VM that moves runs in one place, and sees no page
-//! before its bytes are there. A lost connection costs only waiting. docs/bridge.md has the one
-//! exception: a process that is killed within a moment of the hand-over.
+//! out of order, as long as both processes live. A VM that moves runs in one place, and sees no
+//! page before its bytes are there. A lost connection costs only waiting. docs/bridge.md has the
+//! one exception: a process that is killed within a moment of the hand-over.
 //!
 //! **Mechanism.** [`tunnel`] carries the streams of QEMU, libvirt and Cloud Hypervisor between two
-//! hosts. [`ch`] moves a VM between two unchanged Cloud Hypervisor processes, and [`fc`] between two
-//! unchanged Firecracker processes, by post-copy.
+//! hosts. [`ch`] moves a VM between two unchanged Cloud Hypervisor processes, and [`fc`] between
+//! two unchanged Firecracker processes, by post-copy.
 //!
 //! **Neighbours.** Below: `migration` has the connections, their handshake and TLS, and the
 //! governor. `pager` has the handshake of a userfaultfd. Above: `cli`.

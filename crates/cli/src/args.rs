@@ -827,8 +827,8 @@ pub(crate) struct MigrateArgs {
     /// Address on which `pageferry receive` listens: HOST:PORT or unix:PATH
     #[arg(long, value_name = "ADDR")]
     pub(crate) to: Address,
-    /// Of a VM of Cloud Hypervisor (--vm ch:API_SOCKET), leave a paused one behind when it has moved.
-    /// It keeps its locks of disks. For versions after v53
+    /// Of a VM of Cloud Hypervisor (--vm ch:API_SOCKET), leave a paused one behind when it has
+    /// moved. It keeps its locks of disks. For versions after v53
     #[arg(long)]
     pub(crate) preserve_source: bool,
     #[command(flatten)]

@@ -13,8 +13,8 @@
 //! of a restore, and `cloud_hypervisor` one of both ends of a migration.
 //!
 //! **Neighbours.** A development dependency: no crate needs it to build. It uses `std` and rustix,
-//! `hosts` for shaped links and huge pages, `userfault` for the doubles, serde_json, rcgen for certificates, and
-//! loom under `--cfg loom`.
+//! `hosts` for shaped links and huge pages, `userfault` for the doubles, serde_json, rcgen for
+//! certificates, and loom under `--cfg loom`.
 
 #[cfg(feature = "certificates")]
 pub mod certificates;

@@ -4,8 +4,8 @@
 //! that refuses the VM before `Go` costs nothing: the VM runs on at the source.
 //!
 //! **Mechanism.** The receiving process gets memfds of ours and Config while the VM still runs at
-//! its source, and the connection for page faults. It gets State in the switch-over, and Complete on
-//! `Go`. A thread answers its page faults, one at a time, until it has all pages.
+//! its source, and the connection for page faults. It gets State in the switch-over, and Complete
+//! on `Go`. A thread answers its page faults, one at a time, until it has all pages.
 //!
 //! It may touch a missing page while it loads State, such as that of the guest's clock. Such a page
 //! comes only behind `Go`. So the VM counts as loaded when State is answered, or when the process
@@ -385,8 +385,8 @@ impl Guest {
         }
     }
 
-    /// Waits for the answer to State. Says Complete on `Go`, and waits for the answer. Both may wait
-    /// for pages.
+    /// Waits for the answer to State. Says Complete on `Go`, and waits for the answer. Both may
+    /// wait for pages.
     fn load_and_complete(&self) -> Result<(), ChError> {
         self.main.expect_ok("load State", None)?;
         self.change(|progress| progress.loaded = true);

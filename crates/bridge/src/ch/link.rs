@@ -1,7 +1,8 @@
 //! A connection of the migration protocol: a Unix socket that may carry descriptors.
 //!
-//! **Guarantee.** Each wait has a limit, unless its caller waits for what may take any time, such as
-//! the next page fault. Nothing beyond a message is read, and memory grows with the bytes that have come.
+//! **Guarantee.** Each wait has a limit, unless its caller waits for what may take any time, such
+//! as the next page fault. Nothing beyond a message is read, and memory grows with the bytes that
+//! have come.
 
 use super::error::ChError;
 use super::wire::{Command, HEADER_BYTES, Request, Status};

@@ -9,9 +9,9 @@
 //! ([`End::front`]). Records mean the same on every connection and at any time, so there is no
 //! state of the connections but this: what was under way on a lost one is sent again.
 //!
-//! The bytes that are kept have a bound, [`Limits::window`]. Each stream may use as many bytes as are
-//! free, and [`LEAST_SHARE`] in any case. So a VMM that does not read one stream never keeps the
-//! others from it: QEMU reads its main stream only when its multifd channels have come.
+//! The bytes that are kept have a bound, [`Limits::window`]. Each stream may use as many bytes as
+//! are free, and [`LEAST_SHARE`] in any case. So a VMM that does not read one stream never keeps
+//! the others from it: QEMU reads its main stream only when its multifd channels have come.
 //!
 //! **Source.** The share: Choudhury and Hahne, dynamic queue length thresholds (1998), with a
 //! factor of one.

@@ -1,8 +1,8 @@
 //! The thread of a session: it moves bytes between the VMM's sockets and the connections.
 //!
-//! **Mechanism.** One thread serves all sockets of a session with calls that do not wait, and sleeps
-//! in poll(2). What it does follows from [`End`] alone. The near end opens connections, by threads
-//! that send a letter; the far end gets them from the acceptor.
+//! **Mechanism.** One thread serves all sockets of a session with calls that do not wait, and
+//! sleeps in poll(2). What it does follows from [`End`] alone. The near end opens connections, by
+//! threads that send a letter; the far end gets them from the acceptor.
 
 use super::end::{End, Side};
 use super::flow::Link;

@@ -1,5 +1,5 @@
-//! Tunnels between VMMs that are threads of the test, and moves between doubles of Cloud Hypervisor and
-//! of Firecracker.
+//! Tunnels between VMMs that are threads of the test, and moves between doubles of Cloud Hypervisor
+//! and of Firecracker.
 
 mod ch;
 mod ch_bad_input;

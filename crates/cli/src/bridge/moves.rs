@@ -181,8 +181,8 @@ pub(super) fn migrate<S: Sending>(
 }
 
 /// Receives an offered VM into a VMM by `receive`, which has two questions: whether to stop a move,
-/// and whether to stop what follows it. The host waits again ([`Activity::Waiting`]) if the VM stays
-/// at its source.
+/// and whether to stop what follows it. The host waits again ([`Activity::Waiting`]) if the VM
+/// stays at its source.
 ///
 /// # Errors
 /// Why it did not come, and where it is.

@@ -51,8 +51,8 @@ impl Admission {
     /// `UnknownSession` if the session is not open and the channel does not open it.
     /// `ChannelTaken` for the same channel again. `OldGeneration` for a generation that is over,
     /// and for an incarnation below the last one. `FutureGeneration` for a bulk or urgent channel
-    /// of a generation without a control channel. `BadRole` for a tunnel. `TooManyChannels` for an index that was not
-    /// announced.
+    /// of a generation without a control channel. `BadRole` for a tunnel. `TooManyChannels` for an
+    /// index that was not announced.
     pub fn check(&self, key: ChannelKey) -> Result<(), Status> {
         if self.generation == 0 && !key.opens_session() {
             return Err(Status::UnknownSession);

@@ -22,7 +22,8 @@
 //! The channel that opens a session carries the secret in step 3. Without TLS, an observer on the
 //! path reads it there. So plain TCP is for loopback addresses unless the user allows more
 //! ([`PlainPolicy`]). The destination's [`Acceptor`] serves all pending connections in one thread.
-//! Their number is bounded, and so is the time of each. `crowd` chooses who makes room. A [`Router`] decides what becomes of them.
+//! Their number is bounded, and so is the time of each. `crowd` chooses who makes room. A
+//! [`Router`] decides what becomes of them.
 //!
 //! **Neighbours.** [`wire`](crate::wire) has the messages, [`channel`](crate::channel) the sockets
 //! and TLS. This module must not know what is sent afterwards.

@@ -12,9 +12,11 @@
 //! - The sender has `vm.send-migration`: Start, MemoryFd for each region, Config. It pauses when
 //!   Config is answered. Then it sends State and Complete. On an error, a VM that ran runs on.
 //! - The receiver has `vm.receive-migration`. It maps the memfds, waits for the connection for page
-//!   faults, and registers RAM for missing and minor faults. It touches a page while it loads State.
-//! - One thread asks for one page at a time, and maps it by `UFFDIO_CONTINUE` behind the answer. When
-//!   it is idle it asks for all pages in order. The process ends when that connection ends early.
+//!   faults, and registers RAM for missing and minor faults. It touches a page while it loads
+//!   State.
+//! - One thread asks for one page at a time, and maps it by `UFFDIO_CONTINUE` behind the answer.
+//!   When it is idle it asks for all pages in order. The process ends when that connection ends
+//!   early.
 //!
 //! It differs from the real one in two things: its VM has no devices, and its process stays when
 //! its VM was sent.
