@@ -7,12 +7,15 @@ use bytes::{Buf, Bytes, BytesMut};
 use pageferry_migration::{ChannelError, Connection, Governor, WireError};
 use rustix::event::PollFlags;
 use rustix::net::Shutdown;
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 /// The bytes that may wait for room in a socket to the other end.
 const QUEUED: usize = MAX_PAYLOAD;
 /// The most bytes that are read from one socket before the others have their turn.
 const TURN: usize = 1 << 20;
+/// The least bytes of which the governor is told: a page, as of its own frames.
+const LEAST_TOLD: u64 = 4096;
 /// The room for received bytes.
 const BUFFER: usize = 128 << 10;
 
@@ -24,7 +27,15 @@ pub(super) struct LinkIo {
     connection: Connection,
     decoder: Decoder,
     out: BytesMut,
+    /// Whether TLS has bytes for which the socket had no room.
+    unflushed: bool,
     governor: Governor,
+    /// For each record with data and without a receipt, whether the governor was told of it. Small
+    /// records count with a later one: by themselves they would tell it that this side had little
+    /// to send.
+    told: VecDeque<bool>,
+    /// The bytes of which it was not told.
+    untold: u64,
     /// The records with data that the other end has not yet said to have.
     receipts: u64,
     heard: Instant,
@@ -66,6 +77,9 @@ impl LinkIo {
             connection,
             decoder: Decoder::default(),
             out: BytesMut::new(),
+            unflushed: false,
+            told: VecDeque::new(),
+            untold: 0,
             governor: Governor::new(queue),
             receipts: 0,
             heard: Instant::now(),
@@ -92,7 +106,7 @@ impl LinkIo {
 
     /// The events to wait for.
     pub(super) fn events(&self) -> PollFlags {
-        match self.out.is_empty() {
+        match self.is_flushed() {
             true => PollFlags::IN,
             false => PollFlags::IN | PollFlags::OUT,
         }
@@ -111,7 +125,7 @@ impl LinkIo {
             self.decoder.push(&buffer[..got]);
             while let Some(record) = self.decoder.take()? {
                 if let Record::Received { records, .. } = record {
-                    self.receipts_came(records)?;
+                    self.receipts_came(records);
                 }
                 let taken = end.record(self.number, record);
                 taken.map_err(|error| Lost::Session(error.to_string()))?;
@@ -120,12 +134,15 @@ impl LinkIo {
         Ok(taken > 0)
     }
 
-    fn receipts_came(&mut self, records: u64) -> Result<(), Lost> {
+    fn receipts_came(&mut self, records: u64) {
         let new = records.saturating_sub(self.receipts);
         self.receipts = self.receipts.max(records);
+        let new = usize::try_from(new)
+            .unwrap_or(usize::MAX)
+            .min(self.told.len());
+        let frames = self.told.drain(..new).filter(|told| *told).count();
         let now = self.now();
-        self.governor.receipts(now, new);
-        Ok(())
+        self.governor.receipts(now, frames as u64);
     }
 
     fn now(&self) -> u64 {
@@ -150,12 +167,11 @@ impl LinkIo {
                 self.out.extend_from_slice(&record.header(&payload));
                 self.out.extend_from_slice(&payload);
                 if matches!(record, Record::Data { .. }) {
-                    let now = self.now();
-                    self.governor.sent(now, payload.len() as u64);
+                    self.tell(payload.len() as u64);
                 }
             }
             if self.out.is_empty() {
-                self.connection.flush_pending("tunnel record")?;
+                self.unflushed = !self.connection.flush_pending("tunnel record")?;
                 return Ok(sent);
             }
             let taken = self.connection.try_send(&self.out, "tunnel record")?;
@@ -167,9 +183,23 @@ impl LinkIo {
         }
     }
 
+    /// Tells the governor of a record with data.
+    fn tell(&mut self, bytes: u64) {
+        self.untold += bytes;
+        let tells = self.untold >= LEAST_TOLD;
+        if tells {
+            let now = self.now();
+            self.governor.sent(now, self.untold);
+        }
+        self.told.push_back(tells);
+        if tells {
+            self.untold = 0;
+        }
+    }
+
     /// Whether all that was queued has left this process.
     pub(super) fn is_flushed(&self) -> bool {
-        self.out.is_empty()
+        self.out.is_empty() && !self.unflushed
     }
 }
 

@@ -160,6 +160,11 @@ pub(super) fn seams() -> Finding {
     } else if descriptors.is_ok() {
         lacks.push("none arrives: userfaultfd has no minor faults here".into());
     }
+    works.push("VMs of Firecracker leave (by a snapshot)");
+    match &support.usable {
+        Ok(_) => works.push("they arrive (userfaultfd, if its process may use it too)"),
+        Err(_) => lacks.push("none of Firecracker arrives: userfaultfd is not usable here".into()),
+    }
     let all = lacks.is_empty();
     Finding {
         name: "seams",
