@@ -50,7 +50,7 @@ pub use status::{Event, Failure, Observer, SessionState, StartError};
 
 use pageferry_migration::address::Address;
 use pageferry_migration::handshake::{PlainPolicy, Protection};
-use pageferry_migration::{Mailbox, Name, SourceConfig, Tls, TlsError};
+use pageferry_migration::{Mailbox, Name, Tls, TlsError};
 use session::{Board, Letter};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -87,6 +87,9 @@ pub const MAX_CHANNELS: u16 = 16;
 impl Config {
     /// The default window: 64 MiB.
     pub const WINDOW: u64 = 64 << 20;
+    /// The default of [`Self::queue`]. A VMM brings data in bursts, which a migration of our own does
+    /// not. So a tunnel needs a longer queue to keep the link busy.
+    pub const QUEUE: Duration = Duration::from_micros(250);
     /// The least window: 1 MiB.
     pub const LEAST_WINDOW: u64 = 1 << 20;
 
@@ -106,7 +109,7 @@ impl Default for Config {
                 urgent: None,
             },
             channels: 1,
-            queue: SourceConfig::QUEUE,
+            queue: Self::QUEUE,
             patience: pageferry_migration::Limits::default(),
             tls: None,
             plain: PlainPolicy::default(),

@@ -47,9 +47,9 @@ pub(crate) struct TunnelArgs {
     /// Connections for data that nobody waits for. The source chooses
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_CHANNELS)))]
     channels: u16,
-    /// How long such data may keep the link busy beyond a round trip, such as 100us: about the
+    /// How long such data may keep the link busy beyond a round trip, such as 250us: about the
     /// longest wait of urgent pages behind it; 50us at least
-    #[arg(long, default_value = "100us", value_name = "TIME", value_parser = queue)]
+    #[arg(long, default_value = "250us", value_name = "TIME", value_parser = queue)]
     queue: Duration,
     #[command(flatten)]
     limits: LimitArgs,
