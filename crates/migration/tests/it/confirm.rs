@@ -83,10 +83,16 @@ fn a_guest_that_writes_all_the_time_moves_without_a_log() {
 fn a_guest_that_writes_nothing_is_confirmed_whole() {
     let vm = written(Engine::Soft, 8 * MIB);
     vm.threads.pause(LIMIT).unwrap();
-    let moved = move_vm(vm, &by_hash(Switch::Auto), DestinationConfig::default());
+    let moved = move_vm(
+        vm,
+        &by_hash(Switch::AfterPasses(2)),
+        DestinationConfig::default(),
+    );
     let (sent, received) = (moved.sent.unwrap(), moved.received.unwrap());
     let passes: Vec<_> = sent.passes.iter().map(|pass| pass.pages).collect();
-    assert_eq!(passes, [sent.missing_at_start, 0]);
+    // More passes follow while the destination allocates. They find nothing either.
+    assert_eq!(passes[..2], [sent.missing_at_start, 0]);
+    assert!(passes[2..].iter().all(|pages| *pages == 0), "{passes:?}");
     assert_eq!(sent.pages_resent, 0);
     assert_eq!(sent.pages.confirmed, sent.pages.precopy);
     assert_eq!(received.pages.background, 0);
@@ -203,7 +209,7 @@ fn without_log(vm: &WorkloadVm, delivery: Option<Delivery>) -> SourceReport {
 fn a_machine_without_a_log_is_never_asked_for_it() {
     let vm = written(Engine::Soft, 8 * MIB);
     let sent = without_log(&vm, None);
-    assert_eq!(sent.passes.len(), 1);
+    assert!(!sent.passes.is_empty());
     assert_eq!(sent.missing_at_start, vm.ram().pages());
 }
 
