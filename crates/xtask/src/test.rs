@@ -19,7 +19,7 @@ use std::process::{Command, ExitCode};
 /// Arguments after `--` go to `cargo test --workspace`.
 #[derive(clap::Args)]
 #[command(
-    after_help = "PAGEFERRY_REQUIRE=kvm,uffd,fuse,linux,lab,netns makes a skip for want of these a failure."
+    after_help = "PAGEFERRY_REQUIRE=kvm,uffd,fuse,linux,lab,netns,qemu makes a skip for want of these a failure."
 )]
 pub(crate) struct Args {
     /// What `cargo test` gets besides
