@@ -15,3 +15,8 @@
 pub mod ch;
 pub mod fc;
 pub mod tunnel;
+
+/// The examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
