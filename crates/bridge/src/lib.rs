@@ -16,7 +16,7 @@ pub mod ch;
 pub mod fc;
 pub mod tunnel;
 
-/// The examples of the README.
+/// Runs the example of the README.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
-struct Readme;
+mod readme {}
