@@ -474,13 +474,6 @@ impl End {
         })
     }
 
-    /// Whether data that nobody waits for could be sent.
-    #[must_use]
-    pub fn has_bulk(&self) -> bool {
-        let mut streams = self.streams.values();
-        streams.any(|stream| stream.out.next_is_urgent() == Some(false))
-    }
-
     /// Something is said on every connection soon.
     pub fn speak(&mut self) {
         for open in self.links.values_mut() {

@@ -87,7 +87,7 @@ pub const MAX_CHANNELS: u16 = 16;
 impl Config {
     /// The default window: 64 MiB.
     pub const WINDOW: u64 = 64 << 20;
-    /// The default of [`Self::queue`]. A VMM brings data in bursts, which a migration of our own does
+    /// The default of [`Self::queue`]. A VMM brings data in bursts, which our own migration does
     /// not. So a tunnel needs a longer queue to keep the link busy.
     pub const QUEUE: Duration = Duration::from_micros(250);
     /// The least window: 1 MiB.

@@ -154,7 +154,7 @@ pub(crate) fn tunnel(args: &TunnelArgs, interrupts: &Interrupts) -> Result<(), F
 
 fn start(args: &TunnelArgs, config: Config, observer: Arc<Tells>) -> Result<End, Failure> {
     if let Some(tls) = &config.tls {
-        // Each connection reads them anew. A wrong file must not wait for the first one.
+        // A near end reads them anew for each connection. A wrong file must not wait for the first.
         tls.load()
             .map_err(|why| Failure::new(of_tls(&why), why.to_string()))?;
     }
