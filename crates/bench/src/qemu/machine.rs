@@ -23,7 +23,7 @@ pub struct Machine {
     monitor: Monitor,
     program: Program,
     memory: File,
-    /// What it traces. Only a machine that receives does.
+    /// The trace. Only a machine that receives has one.
     trace: File,
 }
 

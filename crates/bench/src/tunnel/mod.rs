@@ -102,7 +102,7 @@ impl Way {
     }
 }
 
-/// What all measurements of a run need.
+/// The conditions of all measurements of a run.
 struct Conditions<'a> {
     setting: &'a TunnelSetting,
     qemu: &'a Qemu,

@@ -56,7 +56,7 @@ impl Move {
     }
 }
 
-/// What one measurement found.
+/// The figures of one measurement.
 pub(super) enum Found {
     /// All stalls, in microseconds.
     StallsUs(Samples),
@@ -191,7 +191,7 @@ fn watch([source, destination]: &[Progress; 2], over: &AtomicBool) -> Option<Dur
         }
         std::thread::sleep(LOOK);
     }
-    // What it did at the source arrives too, in pre-copy.
+    // Its work at the source arrives too, in pre-copy.
     let first = arrived.into_iter().find(|(_, done)| *done > last.1);
     first.map(|(at, _)| at.saturating_duration_since(last.0))
 }

@@ -44,7 +44,7 @@ const STEP_LIMIT: Duration = Duration::from_secs(30);
 /// The bytes that one access brings at most.
 const FETCH_BYTES: u64 = 256 << 10;
 
-/// What is asked of a Cloud Hypervisor that waits for a VM.
+/// The choices for a Cloud Hypervisor that waits for a VM.
 #[derive(Clone, Debug)]
 pub struct ReceiverOptions {
     /// Its API socket.

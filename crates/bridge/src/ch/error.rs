@@ -5,7 +5,7 @@ use pageferry_machine::MachineError;
 use std::io;
 use std::time::Duration;
 
-/// What went wrong between us and a Cloud Hypervisor process.
+/// An error between us and a Cloud Hypervisor process.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChError {
@@ -72,7 +72,7 @@ pub enum ChError {
     Memfd {
         /// The memory slot.
         slot: u32,
-        /// What is wrong.
+        /// The fault.
         why: String,
     },
     /// The memory cannot move.

@@ -45,7 +45,7 @@ const STEP_LIMIT: Duration = Duration::from_secs(30);
 /// The interval of looks at a Cloud Hypervisor that waits for us.
 const WATCH: Duration = Duration::from_millis(50);
 
-/// What is asked of a Cloud Hypervisor.
+/// The choices for a Cloud Hypervisor that a VM leaves.
 #[derive(Clone, Debug)]
 pub struct SourceOptions {
     /// Its API socket.

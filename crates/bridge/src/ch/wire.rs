@@ -69,7 +69,7 @@ pub enum WireError {
         slot: u32,
         /// The guest-physical address.
         gpa: u64,
-        /// What is wrong.
+        /// The fault.
         why: &'static str,
     },
     /// The range of a page fault.

@@ -49,7 +49,7 @@ use tracing::{error, info};
 /// The interval of looks at what has changed.
 const WATCH: Duration = Duration::from_millis(20);
 
-/// What is asked of a Firecracker that waits for a VM.
+/// The choices for a Firecracker that waits for a VM.
 #[derive(Clone, Debug)]
 pub struct ReceiverOptions {
     /// Its API socket.

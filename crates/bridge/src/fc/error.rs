@@ -5,7 +5,7 @@ use pageferry_machine::MachineError;
 use std::io;
 use std::time::Duration;
 
-/// What went wrong between us and a Firecracker process.
+/// An error between us and a Firecracker process.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FcError {
@@ -43,7 +43,7 @@ pub enum FcError {
     Http {
         /// The endpoint.
         endpoint: &'static str,
-        /// What is wrong.
+        /// The fault.
         why: String,
     },
     /// The state of the VM.

@@ -41,7 +41,7 @@ use tracing::{info, warn};
 /// The bytes that Firecracker writes in a second at least.
 const SLOWEST_WRITE: u64 = 64 << 20;
 
-/// What is asked of a Firecracker.
+/// The choices for a Firecracker that a VM leaves.
 #[derive(Clone, Debug)]
 pub struct SourceOptions {
     /// Its API socket.
