@@ -135,11 +135,7 @@ impl Cache {
     /// Waits until the blocks that have come so far are on disk.
     pub fn flush(&self) {
         if let Some(writer) = &self.0.writer {
-            let (done, written) = sync_channel(1);
-            // The writer lives as long as the cache.
-            if writer.send_waiting(Write::Flush(done)) {
-                let _ = written.recv();
-            }
+            writer.flush();
         }
     }
 }
@@ -184,10 +180,14 @@ impl Writer {
         }
     }
 
-    fn send_waiting(&self, write: Write) -> bool {
-        self.queue
-            .as_ref()
-            .is_some_and(|queue| queue.send(write).is_ok())
+    /// Waits until the blocks that were sent so far are on disk.
+    fn flush(&self) {
+        let (done, written) = sync_channel(1);
+        if let Some(queue) = &self.queue
+            && queue.send(Write::Flush(done)).is_ok()
+        {
+            let _ = written.recv();
+        }
     }
 }
 
@@ -473,15 +473,20 @@ impl Source for Cached {
 
     fn forget(&self, offset: u64, len: u64) {
         let end = offset.saturating_add(len).min(self.source.bytes());
+        // A damaged block may still wait to be written, and would come back from the disk then. So
+        // first the writes, then the disk, then memory. A thread that reads the disk meanwhile can
+        // bring a block back to memory once more: its next reader forgets it again.
+        if let Some(writer) = &self.cache.writer {
+            writer.flush();
+        }
         for block in offset / BLOCK..end.div_ceil(BLOCK) {
+            if let Some(disk) = &self.cache.disk {
+                disk.forget(self.key, block);
+            }
             let mut blocks = locked(&self.blocks);
             if let Some(State::There(_)) = blocks.all.get(&block) {
                 blocks.all.remove(&block);
                 blocks.order.retain(|kept| *kept != block);
-            }
-            drop(blocks);
-            if let Some(disk) = &self.cache.disk {
-                disk.forget(self.key, block);
             }
         }
         self.source.forget(offset, len);

@@ -200,6 +200,25 @@ fn damage_on_disk_is_a_miss() {
 }
 
 #[test]
+fn a_block_that_is_forgotten_before_it_is_written_does_not_come_back() {
+    let scratch = Scratch::new("forgotten");
+    let memory = Memory::new(32 * BLOCK as usize, 1);
+    let cache = Cache::at(&scratch.path("cache"), 64 << 20).unwrap();
+    let source = cache.wrap("a", memory.clone());
+    let blocks = memory.bytes() / BLOCK;
+    for block in 0..blocks {
+        page(&*source, block);
+        // The write of the block has begun, or waits.
+        source.forget(block * BLOCK, 1);
+    }
+    cache.flush();
+    for block in 0..blocks {
+        page(&*source, block);
+    }
+    assert_eq!(memory.reads() as u64, 2 * blocks);
+}
+
+#[test]
 fn one_process_has_the_directory_and_the_next_takes_it_up() {
     let scratch = Scratch::new("lock");
     let directory = scratch.path("cache");
