@@ -11,36 +11,29 @@
 //! comes only behind `Go`. So the VM counts as loaded when State is answered, or when the process
 //! waits for a page. If it refuses State later than that, the VM is lost here, and given up.
 //!
-//! **Neighbours.** `migration` brings the pages. `source` is the other seam.
-#![expect(unsafe_code, reason = "shares memory with another VMM")]
+//! **Neighbours.** `migration` brings the pages, and `receiver` speaks with the process. `source` is
+//! the other seam.
 
-use super::api::{Api, Call, Meeting, until};
 use super::error::ChError;
-use super::link::{Limit, Link};
-use super::wire::{self, Command, FAULT_CONNECTION, Mapping, Range, Status};
+use super::receiver::{Ended, Receiver, STEP_LIMIT};
+use super::wire::{self, Command, Mapping};
 use super::{KIND, STATE_DEVICE, STATE_VERSION, VM_PAUSED, VM_RUNS};
-use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
+use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{
-    AdoptedRegion, Apply, Device, GuestRam, Machine, MachineError, MachineKind, PauseReport,
-    VcpuState, Vcpus,
+    Apply, Device, GuestRam, Machine, MachineError, MachineKind, PauseReport, VcpuState, Vcpus,
 };
 use pageferry_migration::{
     Destination, DestinationFailure, DestinationReport, Incoming, MigrationError, Observer, Offer,
     Resolver, RunningVm,
 };
 use pageferry_userfault::PageBitmap;
-use rustix::fs::{MemfdFlags, SealFlags};
-use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use tracing::{error, info};
+use tracing::error;
 
-/// The limit of a step that the process carries out alone, before `Go`.
-const STEP_LIMIT: Duration = Duration::from_secs(30);
 /// The bytes that one access brings at most.
 const FETCH_BYTES: u64 = 256 << 10;
 
@@ -166,8 +159,7 @@ struct Running(Arc<Guest>);
 impl Drop for Running {
     fn drop(&mut self) {
         self.0.over.store(true, Ordering::Release);
-        self.0.main.shutdown();
-        self.0.faults.shutdown();
+        self.0.process.shutdown();
         let threads = std::mem::take(&mut self.0.progress().threads);
         self.0.changed.notify_all();
         for thread in threads {
@@ -179,13 +171,7 @@ impl Drop for Running {
 
 /// A receiving process: the machine, its vCPUs and its one device.
 struct Guest {
-    ram: Arc<GuestRam>,
-    api: Api,
-    main: Link,
-    faults: Link,
-    _meeting: Meeting,
-    /// The wait for the answer to `vm.receive-migration`.
-    _call: Call,
+    process: Receiver,
     /// Ends the migration.
     give_up: Box<dyn Fn() + Send + Sync>,
     over: AtomicBool,
@@ -216,15 +202,6 @@ struct Progress {
     gone: Option<ChError>,
 }
 
-/// How the service of page faults has ended.
-enum Ended {
-    /// The process has closed the connection.
-    Closed,
-    /// A page never comes. An answer would pass off a wrong one, and the end of the connection
-    /// would end the VM. So the request stands until the guest is dropped.
-    Unanswered,
-}
-
 /// Checks that an offer is such a VM. Returns its memory.
 fn check(offer: &Offer) -> Result<Vec<Mapping>, ChError> {
     if offer.kind.engine.as_str() != KIND.engine {
@@ -249,17 +226,6 @@ fn check(offer: &Offer) -> Result<Vec<Mapping>, ChError> {
     Ok(mappings)
 }
 
-/// The memfd of a mapping.
-fn memfd(mapping: &Mapping) -> Result<OwnedFd, ChError> {
-    let failed = |e| ChError::io("cannot make a memfd for guest memory", e);
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let fd = rustix::fs::memfd_create("pageferry-ch", flags).map_err(failed)?;
-    let size = mapping.file_offset + mapping.size;
-    rustix::fs::ftruncate(&fd, size).map_err(failed)?;
-    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
-    Ok(fd)
-}
-
 impl Guest {
     /// Gives the process its memory and Config.
     fn prepare(
@@ -269,67 +235,10 @@ impl Guest {
         stop: &dyn Fn() -> bool,
     ) -> Result<Self, ChError> {
         let mappings = check(offer)?;
-        let api = Api::new(&options.api);
-        let meeting = Meeting::beside(api.path())?;
-        let fds: Vec<_> = mappings.iter().map(memfd).collect::<Result<_, _>>()?;
-        let regions = mappings.iter().zip(&fds).map(|(mapping, fd)| {
-            let fd = fd.try_clone();
-            let fd = fd.map_err(|e| ChError::io("cannot clone a memfd", e))?;
-            let start = Gpa(mapping.gpa);
-            Ok(AdoptedRegion::new(
-                start,
-                mapping.size,
-                fd,
-                mapping.file_offset,
-            ))
-        });
-        let regions = regions.collect::<Result<_, ChError>>()?;
-        // SAFETY: the memfds are new. The process that gets them touches them by the vCPUs and
-        // devices of its VM only, and these wait at missing pages by userfaultfd.
-        let ram = unsafe { GuestRam::adopt(regions) }?;
-        let body = serde_json::json!({
-            "receiver_url": meeting.url(),
-            "memory_mode": "Postcopy",
-        });
-        let call = api.begin("vm.receive-migration", Some(&body.to_string()))?;
-        let stream = until(
-            "listen",
-            STEP_LIMIT,
-            &call,
-            stop,
-            || match UnixStream::connect(&meeting.socket) {
-                Ok(stream) => Ok(Some(stream)),
-                Err(e) => match e.kind() {
-                    std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused => {
-                        Ok(None)
-                    }
-                    _ => Err(ChError::io("cannot connect to Cloud Hypervisor", e)),
-                },
-            },
-        )?;
-        let main = Link::new(stream)?;
-        let limit = Limit::new(STEP_LIMIT);
-        main.begin(Command::Start, &[], "start", STEP_LIMIT)?;
-        main.expect_ok("start a migration", limit)?;
-        for (mapping, fd) in mappings.iter().zip(&fds) {
-            main.begin_memory_fd(mapping.slot, fd.as_fd())?;
-            main.expect_ok("take a memfd", limit)?;
-        }
-        main.begin(Command::Config, &offer.guest, "take Config", STEP_LIMIT)?;
-        main.expect_ok("take the VM's Config", limit)?;
-        let faults = UnixStream::connect(&meeting.socket)
-            .map_err(|e| ChError::io("cannot open the connection for page faults", e))?;
-        let faults = Link::new(faults)?;
-        faults.send(&FAULT_CONNECTION.to_le_bytes(), "take page faults")?;
-        info!("the receiving Cloud Hypervisor takes the VM's Config");
+        let process = Receiver::prepare(&options.api, &mappings, &offer.guest, stop)?;
         let host = Arc::clone(destination);
         Ok(Self {
-            ram: Arc::new(ram),
-            api,
-            main,
-            faults,
-            _meeting: meeting,
-            _call: call,
+            process,
             give_up: Box::new(move || host.give_up()),
             over: AtomicBool::new(false),
             progress: Mutex::default(),
@@ -388,7 +297,7 @@ impl Guest {
     /// Waits for the answer to State. Says Complete on `Go`, and waits for the answer. Both may
     /// wait for pages.
     fn load_and_complete(&self) -> Result<(), ChError> {
-        self.main.expect_ok("load State", None)?;
+        self.process.main.expect_ok("load State", None)?;
         self.change(|progress| progress.loaded = true);
         let Some(paused) = self.wait_for_go() else {
             return Ok(());
@@ -397,8 +306,10 @@ impl Guest {
             true => Command::CompletePaused,
             false => Command::Complete,
         };
-        self.main.begin(command, &[], "complete", STEP_LIMIT)?;
-        self.main.expect_ok("complete", None)?;
+        self.process
+            .main
+            .begin(command, &[], "complete", STEP_LIMIT)?;
+        self.process.main.expect_ok("complete", None)?;
         self.change(|progress| progress.completed = true);
         Ok(())
     }
@@ -418,9 +329,10 @@ impl Guest {
 
     /// Answers page faults until the process has no more.
     fn serve_faults(&self) {
-        let asked = PageBitmap::new(self.ram.pages() as usize);
-        let ended = self.answer_faults(&asked);
-        let (asked, pages) = (asked.count() as u64, self.ram.pages());
+        let asked = PageBitmap::new(self.process.ram.pages() as usize);
+        let bring = |first, pages| self.bring(first, pages * PAGE_SIZE);
+        let ended = self.process.answer_faults(&asked, &bring);
+        let (asked, pages) = (asked.count() as u64, self.process.ram.pages());
         match ended {
             Ok(Ended::Closed) if asked == pages => self.change(|progress| progress.has_all = true),
             Ok(Ended::Unanswered) => {}
@@ -434,52 +346,10 @@ impl Guest {
         }
     }
 
-    fn answer_faults(&self, asked: &PageBitmap) -> Result<Ended, ChError> {
-        let link = &self.faults;
-        while let Some(request) = link.try_request("ask for a page", None)? {
-            match request.command {
-                Command::PageFault => {}
-                Command::Abandon => {
-                    link.answer(Status::Ok)?;
-                    return Err(ChError::Abandoned);
-                }
-                other => {
-                    return Err(ChError::Order {
-                        found: format!("{other:?}"),
-                        expected: "PageFault",
-                    });
-                }
-            }
-            let range = Range::decode(link.range()?)?;
-            let first = self.page_of(range)?;
-            if !self.bring(first, range.length) {
-                return Ok(Ended::Unanswered);
-            }
-            // The process maps what is in the page cache, and a zero page may not be.
-            let pages = range.length / PAGE_SIZE;
-            self.ram.allocate_range(first, pages)?;
-            asked.set_range(first.0 as usize..(first.0 + pages) as usize);
-            link.answer(Status::Ok)?;
-        }
-        Ok(Ended::Closed)
-    }
-
-    /// The first page of a range, which lies in one region of RAM.
-    fn page_of(&self, range: Range) -> Result<RamPage, ChError> {
-        let regions = self.ram.layout().regions().iter();
-        let page = regions.into_iter().find_map(|region| {
-            let offset = range.gpa.checked_sub(region.gfn.gpa().0)?;
-            let end = offset.checked_add(range.length)?;
-            (end <= region.pages * PAGE_SIZE).then(|| RamPage(region.first.0 + offset / PAGE_SIZE))
-        });
-        let Range { gpa, length } = range;
-        Ok(page.ok_or(wire::WireError::Range { gpa, length })?)
-    }
-
     /// Waits until pages are here. Returns false if they never come.
     fn bring(&self, first: RamPage, bytes: u64) -> bool {
         let mut byte = [0];
-        if self.ram.try_read(first, &mut byte).is_err() {
+        if self.process.ram.try_read(first, &mut byte).is_err() {
             self.change(|progress| progress.waits = true);
         }
         let stop = || self.is_over();
@@ -487,7 +357,7 @@ impl Guest {
         let mut done = 0;
         while done < bytes {
             let part = &mut rest[..(bytes - done).min(FETCH_BYTES) as usize];
-            if let Err(error) = self.ram.read((first, done), part, &stop) {
+            if let Err(error) = self.process.ram.read((first, done), part, &stop) {
                 error!(%error, "a page fault is left without an answer");
                 return false;
             }
@@ -502,7 +372,7 @@ impl Machine for Guest {
         KIND
     }
     fn ram(&self) -> &Arc<GuestRam> {
-        &self.ram
+        &self.process.ram
     }
     fn has_dirty_log(&self) -> bool {
         false
@@ -517,7 +387,7 @@ impl Vcpus for Guest {
     fn pause(&self, limit: Duration) -> Result<PauseReport, MachineError> {
         let went = self.progress().go;
         if went {
-            let paused = self.api.call("vm.pause", Some(""), limit);
+            let paused = self.process.api.call("vm.pause", Some(""), limit);
             paused.map_err(MachineError::engine)?;
         }
         let now = Instant::now();
@@ -551,9 +421,8 @@ impl Vcpus for Guest {
             progress.state.take()
         };
         let state = state.ok_or(MachineError::WrongState("State has not come"))?;
-        let sent = self
-            .main
-            .begin(Command::State, &state, "take State", STEP_LIMIT);
+        let main = &self.process.main;
+        let sent = main.begin(Command::State, &state, "take State", STEP_LIMIT);
         sent.map_err(MachineError::engine)?;
         let began = Instant::now();
         let mut progress = self.progress();

@@ -31,6 +31,7 @@ pub(crate) mod api;
 mod destination;
 mod error;
 mod link;
+mod receiver;
 mod source;
 #[doc(hidden)]
 pub mod wire;
