@@ -1,8 +1,9 @@
-//! The states of a VM on disk. Frames of the wire format have checksums, which a file is given too.
+//! The states of a VM on disk, and the record of a session that outlives its process. Frames of the
+//! wire format have checksums, which a file is given too.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pageferry_migration::SavedVm;
+use pageferry_migration::{Orphan, SavedVm};
 
 fuzz_target!(|bytes: &[u8]| {
     let mut file = b"PFSAVED\x01".to_vec();
@@ -12,4 +13,8 @@ fuzz_target!(|bytes: &[u8]| {
             assert_eq!(saved.encode().expect("it was decoded"), bytes);
         }
     }
+    let _ = Orphan::of(bytes);
+    let mut record = b"PFRECVD\x01".to_vec();
+    record.extend_from_slice(bytes);
+    let _ = Orphan::of(&record);
 });

@@ -66,7 +66,7 @@ pub use clock::monotonic;
 pub use cpus::{CpuList, CpuListError};
 pub use destination::{
     Destination, DestinationConfig, DestinationFailure, DestinationVm, FAULT_SPIN, Incoming, Offer,
-    Resolver, new_histogram,
+    Orphan, Resolver, new_histogram,
 };
 pub use error::MigrationError;
 pub use handshake::{HandshakeError, PlainPolicy, Stranger, StrangerError};

@@ -146,9 +146,9 @@ impl SavedVm {
     pub fn decode(bytes: &[u8]) -> Result<Self, MigrationError> {
         let mut rest = bytes
             .strip_prefix(MAGIC)
-            .ok_or_else(|| damaged("it does not begin as one"))?;
+            .ok_or_else(|| damaged(WHAT, "it does not begin as one"))?;
         let Frame::Setup(setup) = next(&mut rest, 0)? else {
-            return Err(damaged("it has no description of the machine"));
+            return Err(damaged(WHAT, "it has no description of the machine"));
         };
         let pages = setup.memory_pages();
         let (mut vcpus, mut devices) = (Vec::new(), Vec::new());
@@ -159,12 +159,12 @@ impl SavedVm {
                 }
                 Frame::DeviceState(device) => devices.push(device),
                 Frame::SwitchOver(end) => break end,
-                _ => return Err(damaged("its parts are not in order")),
+                _ => return Err(damaged(WHAT, "its parts are not in order")),
             }
         };
         let counts = (end.vcpus as usize, end.devices as usize);
         if counts != (vcpus.len(), devices.len()) || !rest.is_empty() {
-            return Err(damaged("its length is wrong"));
+            return Err(damaged(WHAT, "its length is wrong"));
         }
         Ok(Self {
             setup,
@@ -205,13 +205,15 @@ impl SavedVm {
     }
 }
 
-fn damaged(why: &str) -> MigrationError {
-    MigrationError::Mismatch(format!("this is no saved VM: {why}"))
+const WHAT: &str = "this is no saved VM";
+
+pub(crate) fn damaged(what: &str, why: &str) -> MigrationError {
+    MigrationError::Mismatch(format!("{what}: {why}"))
 }
 
 /// Takes the next frame off the bytes.
-fn next(rest: &mut &[u8], pages: u64) -> Result<Frame, MigrationError> {
-    let short = || damaged("it is cut off");
+pub(crate) fn next(rest: &mut &[u8], pages: u64) -> Result<Frame, MigrationError> {
+    let short = || damaged(WHAT, "it is cut off");
     let (header, behind) = rest.split_first_chunk::<HEADER_BYTES>().ok_or_else(short)?;
     let header = FrameHeader::decode(header, Side::Source, Role::Control)?;
     let (payload, behind) = behind

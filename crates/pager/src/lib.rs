@@ -57,6 +57,7 @@ pub use options::{Background, Format, OnLoss, Owner, Restore};
 pub use pager::{EndError, Keeper, Pager, RestoreError, Settings, StartError};
 pub use recording::{Recording, RecordingError};
 pub use regions::Region;
+pub use shared::{Ring, Shared};
 pub use source::open as open_source;
 pub use source::{FileSource, Kept, PackedSource, Source, SourceError, Store, Stores, is_address};
 pub use status::{Latency, Phase, Status, Survival, VmStatus};

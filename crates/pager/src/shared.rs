@@ -1,17 +1,18 @@
 #![expect(unsafe_code, reason = "maps a file that outlives the process")]
-//! The state of a served VM that must outlive the process: a ring of messages and two bitmaps, in a
-//! mapped file.
+//! The state of a served VM that must outlive the process: a ring of messages, two bitmaps and some
+//! numbers, in a mapped file.
 //!
 //! **Guarantee.** A message is in the ring from the moment at which the kernel regards it as read
 //! until what it says is recorded. A bit that was set stays set when the process is killed.
 //!
 //! **Mechanism.** The file lies on tmpfs by default, so nothing waits for a disk. `read(2)` writes
 //! messages straight into the mapping. The pages of the ring are faulted in and locked, so the
-//! kernel's copy cannot fail. Only the process that holds the directory's lock maps the file.
+//! kernel's copy cannot fail. One process at a time maps the file: that with the directory's lock,
+//! or that which was given the descriptor.
 //!
 //! The layout, in native byte order, since no other machine reads it: 8 bytes of magic, 8 bytes
-//! with the number of pages, zeros up to byte 4096; 128 messages of 32 bytes (4096 bytes); the
-//! words of `removed`, then those of `placed`.
+//! with the number of pages, numbers of the owner up to byte 4096; 128 messages of 32 bytes (4096
+//! bytes); the words of the two bitmaps.
 
 use crate::bits::Bits;
 use pageferry_userfault::uffd::MESSAGE_BYTES;
@@ -30,27 +31,35 @@ const MESSAGES: usize = 4096 / MESSAGE_BYTES;
 /// The place of the bitmaps.
 const BITS: usize = RING + MESSAGES * MESSAGE_BYTES;
 
-/// The mapped file of one VM.
+/// The mapped file of one VM: what must outlive the process that serves it.
+///
+/// The pager keeps so which pages the VM has given back and has, and the messages that it has read.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub struct Shared {
     base: NonNull<u8>,
     bytes: usize,
     words: usize,
 }
 
-// SAFETY: the mapping is plain memory that stays mapped until the value is dropped. Its header is
-// never written after `create`, its bitmaps are atomics, and the ring needs `&mut` of a `Ring`.
+// SAFETY: the mapping is plain memory that stays mapped until the value is dropped. Its header and
+// its bitmaps are atomics, and the ring needs `&mut` of a `Ring`.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
 
 /// The exclusive right to a VM's ring. Its one thread that reads messages has it.
 #[derive(Debug)]
-pub(crate) struct Ring(());
+pub struct Ring(());
+
+/// The numbers of the owner.
+const NUMBERS: usize = RING / 8 - 2;
 
 impl Shared {
     /// Writes a new state into an empty file.
-    pub(crate) fn create(file: &File, pages: u64) -> io::Result<(Self, Ring)> {
+    ///
+    /// # Errors
+    /// When the file system has no room, or the kernel does not map it.
+    pub fn create(file: &File, pages: u64) -> io::Result<(Self, Ring)> {
         let bytes = BITS + 2 * words(pages) * 8;
         // A mapped hole may have no room later, which would be SIGBUS.
         fallocate(file, FallocateFlags::empty(), 0, bytes as u64)?;
@@ -65,7 +74,10 @@ impl Shared {
     }
 
     /// Maps the state of another process, which is gone.
-    pub(crate) fn open(file: &File, pages: u64) -> io::Result<(Self, Ring)> {
+    ///
+    /// # Errors
+    /// When it is another state, or the kernel does not map it.
+    pub fn open(file: &File, pages: u64) -> io::Result<(Self, Ring)> {
         let expected = (BITS + 2 * words(pages) * 8) as u64;
         let found = fstat(file)?.st_size as u64;
         let wrong = |what: String| Err(io::Error::new(io::ErrorKind::InvalidData, what));
@@ -118,18 +130,54 @@ impl Shared {
         unsafe { std::slice::from_raw_parts(self.base.add(at).cast().as_ptr(), words) }
     }
 
+    /// A number of the owner, 0 at first.
+    ///
+    /// # Panics
+    /// If `index` is above 509.
+    #[must_use]
+    pub fn number(&self, index: usize) -> &AtomicU64 {
+        assert!(index < NUMBERS, "number {index} of {NUMBERS}");
+        self.word(index + 2)
+    }
+
+    /// The place of a number in the file, in bytes.
+    #[must_use]
+    pub const fn place_of(index: usize) -> u64 {
+        (index as u64 + 2) * 8
+    }
+
+    /// One of the two bitmaps: bit `i` of word `w` is page `64 * w + i`.
+    ///
+    /// # Panics
+    /// If `which` is neither 0 nor 1.
+    #[must_use]
+    pub fn bits(&self, which: usize) -> &[AtomicU64] {
+        assert!(which < 2, "bitmap {which} of 2");
+        self.atomics(BITS + which * self.words * 8, self.words)
+    }
+
     /// The pages that the VM has given back. They are zero until it writes them.
     pub(crate) fn removed(&self) -> Bits<'_> {
-        Bits(self.atomics(BITS, self.words))
+        Bits(self.bits(0))
     }
 
     /// The pages that have been placed, and not given back since.
     pub(crate) fn placed(&self) -> Bits<'_> {
-        Bits(self.atomics(BITS + self.words * 8, self.words))
+        Bits(self.bits(1))
+    }
+
+    /// Makes a slot of the ring zero, at this point of the program and not later.
+    ///
+    /// # Panics
+    /// If there is no such slot.
+    pub fn clear_message(&self, exclusive: &mut Ring, index: usize) {
+        let slot = &raw mut self.messages(exclusive)[index];
+        // SAFETY: the slot is borrowed exclusively.
+        unsafe { slot.write_volatile([0; MESSAGE_BYTES]) };
     }
 
     /// The slots of the ring.
-    pub(crate) fn messages<'a>(
+    pub fn messages<'a>(
         &'a self,
         _exclusive: &'a mut Ring,
     ) -> &'a mut [[u8; MESSAGE_BYTES]; MESSAGES] {

@@ -17,7 +17,7 @@ use crate::channel::{Connection, OpenError};
 use crate::control::ControlLink;
 use crate::error::MigrationError;
 use crate::handshake::{
-    Admission, Arrival, Expected, HELLO_LIMIT, Router, Secret, Stranger, StrangerError,
+    Admission, Arrival, Expected, HELLO_LIMIT, Identity, Router, Secret, Stranger, StrangerError,
     place_to_take,
 };
 use crate::mailbox::Mailbox;
@@ -63,8 +63,7 @@ impl Candidate {
 
 /// The session that has the destination.
 struct Active {
-    session: SessionId,
-    secret: Secret,
+    identity: Identity,
     admission: Admission,
 }
 
@@ -208,15 +207,14 @@ impl Desk {
     }
 
     /// Gives the destination to a session that waited.
-    pub(super) fn begin(&self, session: SessionId, secret: Secret, bulk: u16, urgent: u16) {
+    pub(super) fn begin(&self, identity: Identity, bulk: u16, urgent: u16) {
         let mut admission = Admission::new();
         // The control channel that opened the session.
         let _ = admission.admit(ChannelKey::control(1));
         admission.announce(bulk, urgent);
         let mut state = self.lock();
         state.active = Some(Active {
-            session,
-            secret,
+            identity,
             admission,
         });
     }
@@ -248,9 +246,9 @@ impl Router for Desk {
         }
         let state = self.lock();
         match &state.active {
-            Some(active) if active.session == hello.session => {
+            Some(active) if active.identity.session == hello.session => {
                 active.admission.check(hello.key)?;
-                Ok(Expected::Known(active.secret.clone()))
+                Ok(Expected::Known(active.identity.secret.clone()))
             }
             _ if !opens => match state.waiting_session(hello.session, hello.key) {
                 Some(candidate) => Ok(Expected::Known(candidate.secret.clone())),
@@ -280,7 +278,7 @@ impl Router for Desk {
         let Some(active) = &mut state.active else {
             return Err(arrival.refused(Status::UnknownSession));
         };
-        if active.session != agreed.session {
+        if active.identity.session != agreed.session {
             return Err(arrival.refused(Status::UnknownSession));
         }
         if let Err(status) = active.admission.admit(agreed.key) {

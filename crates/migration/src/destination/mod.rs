@@ -18,6 +18,7 @@
 //! | `switchover` | loads all that the guest needs to run |
 //! | `postcopy` | the threads that serve faults |
 //! | `recovery` | takes new channels, and ends old ones |
+//! | `takeover` | goes on with the session of a process that died |
 //! | `completion` | the end of the session, and the report |
 //! | `bulk`, `urgent` | the channels |
 //! | `core` | what the threads of a receiving VM share |
@@ -46,12 +47,14 @@ mod sleepers;
 mod stages;
 mod stalls;
 mod switchover;
+mod takeover;
 mod urgent;
 
 pub use config::{DestinationConfig, DestinationFailure, DestinationVm, Offer};
 pub use resolver::{FAULT_SPIN, Resolver};
 pub use setup::Incoming;
 pub use stalls::new_histogram;
+pub use takeover::Orphan;
 
 use self::allocation::Allocation;
 use self::core::Core;

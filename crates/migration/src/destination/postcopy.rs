@@ -53,10 +53,20 @@ pub(super) fn prepare<'a>(
     states: DeviceStates<'a>,
 ) -> Result<Prepared<'a>, MigrationError> {
     let machine = vm.machine;
-    // The VM's memory is not its own any more. Not every machine notices that a vCPU runs.
-    vm.vcpus.pause(PAUSE_LIMIT)?;
-    devices::pause(vm.devices)?;
     let missing = Arc::new(PageBitmap::try_new(machine.ram().pages() as usize)?);
+    match &incoming.orphan {
+        // Its vCPUs may run: those that need a missing page wait for it.
+        Some(orphan) => {
+            for (index, word) in orphan.missing.iter().enumerate() {
+                missing.or_word(index, *word);
+            }
+        }
+        // The VM's memory is not its own any more. Not every machine notices that a vCPU runs.
+        None => {
+            vm.vcpus.pause(PAUSE_LIMIT)?;
+            devices::pause(vm.devices)?;
+        }
+    }
     let options = incoming.host.config.arm_options();
     let events = machine.arm_userfault(Arc::clone(&missing), options)?;
     let delivery = machine
@@ -143,7 +153,10 @@ pub(super) fn run<'a>(
             stop,
             scope,
             done: &done,
-            state: Session::new(),
+            state: match &incoming.orphan {
+                Some(orphan) => Session::taken_over(orphan.stage()),
+                None => Session::new(),
+            },
             link: Connections {
                 inbound: &inbound,
                 patience: &patience,
@@ -165,7 +178,11 @@ pub(super) fn run<'a>(
                 vm: *vm,
                 core: &core,
                 precopy: precopy::Precopy::new(allocation),
-                loading: switchover::Loading::new(vm.vcpus.count(), states),
+                loading: switchover::Loading::new(
+                    vm.vcpus.count(),
+                    states,
+                    incoming.orphan.as_ref(),
+                ),
                 postcopy: Postcopy {
                     events,
                     threads: Vec::new(),
@@ -185,8 +202,16 @@ pub(super) fn run<'a>(
             error: None,
             end: None,
             kept_time: std::time::Instant::now(),
-            events: VecDeque::from([Event::Built]),
+            events: VecDeque::new(),
         };
+        match incoming.orphan {
+            None => supervisor.events.push_back(Event::Built),
+            Some(_) => {
+                if let Err(error) = supervisor.go_on() {
+                    supervisor.fail(error);
+                }
+            }
+        }
         supervisor.run()
     });
     drop(incoming);

@@ -4,11 +4,13 @@ use super::completion::discarded;
 use super::config::{DestinationFailure, Offer};
 use super::desk::{Candidate, Chosen};
 use super::resolver::Resolver;
+use super::takeover::Orphan;
 use super::{Destination, postcopy};
 use crate::clock::monotonic;
 use crate::control::ControlLink;
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
+use crate::handshake::Identity;
 use crate::phase::{Observer, Phase};
 use crate::report::DestinationReport;
 use crate::vm::{RunningVm, fits};
@@ -27,6 +29,9 @@ pub struct Incoming {
     pub(super) control: Option<ControlLink>,
     pub(super) offer: Offer,
     pub(super) setup: Setup,
+    pub(super) identity: Identity,
+    /// The VM that another process had.
+    pub(super) orphan: Option<Orphan>,
     pub(super) began: Duration,
 }
 
@@ -55,18 +60,20 @@ pub(super) fn accept(
     if !setup.devices.is_empty() {
         candidate.control.expect_devices();
     }
-    host.desk.begin(
-        candidate.session,
-        candidate.secret,
-        setup.bulk_channels,
-        setup.urgent_channels,
-    );
+    let identity = Identity {
+        session: candidate.session,
+        secret: candidate.secret,
+    };
+    host.desk
+        .begin(identity.clone(), setup.bulk_channels, setup.urgent_channels);
     turn_away(host);
     Ok(Incoming {
         host: Arc::clone(host),
         control: Some(candidate.control),
         offer: Offer::of(&setup),
         setup,
+        identity,
+        orphan: None,
         began: monotonic(),
     })
 }
@@ -142,7 +149,8 @@ impl Incoming {
 
     /// Receives the VM into `vm`, a machine of the offered size. Its vCPUs must never have run, and
     /// its hooks must forward to `resolver`. Its vCPUs and devices are paused first. Its memory may
-    /// have any bytes. `stop` ends the migration until the source has handed the VM over. This sets
+    /// have any bytes. (For a session that was [taken over](super::Destination::take_over), its
+    /// vCPUs may run, and its memory has the pages that are not missing.) `stop` ends the migration until the source has handed the VM over. This sets
     /// short scheduler slices for the calling thread, since vCPUs wait for it. The thread runs on
     /// [`DestinationConfig::cpus`] meanwhile, and so do those that it starts.
     ///

@@ -1,6 +1,7 @@
 //! Switch-over at the destination: everything that the guest needs to run is loaded.
 
-use super::{Stage, Supervisor};
+use super::takeover::Orphan;
+use super::{Guest, Stage, Supervisor};
 use crate::clock::monotonic;
 use crate::devices::{self, DeviceStates};
 use crate::error::MigrationError;
@@ -9,7 +10,8 @@ use crate::protocol_error::ProtocolError;
 use crate::session::destination::Event;
 use crate::sync::Ordering;
 use crate::wire::{self, MissingRuns, SwitchOver};
-use pageferry_machine::{Apply, Backing, VcpuState};
+use pageferry_machine::{Apply, Backing, MachineError, VcpuState};
+use std::time::Instant;
 
 /// The parts of the switch-over that have come so far.
 pub(super) struct Loading<'a> {
@@ -25,14 +27,14 @@ pub(super) struct Loading<'a> {
 }
 
 impl<'a> Loading<'a> {
-    pub(super) fn new(vcpus: usize, devices: DeviceStates<'a>) -> Self {
+    pub(super) fn new(vcpus: usize, devices: DeviceStates<'a>, orphan: Option<&Orphan>) -> Self {
         Self {
             states: vec![None; vcpus],
             devices,
             decoded: Vec::new(),
-            begun: false,
-            missing_at_start: None,
-            paused: false,
+            begun: orphan.is_some(),
+            missing_at_start: orphan.map(|orphan| orphan.missing_at_start),
+            paused: orphan.is_some_and(|orphan| orphan.paused),
         }
     }
 
@@ -108,20 +110,43 @@ impl Supervisor<'_, '_, '_> {
         let devices = std::mem::take(&mut self.guest.loading.devices);
         self.guest.loading.decoded = devices.decode(announced.devices)?;
         self.link.inbound.end_precopy()?;
+        self.begin_postcopy(|guest| guest.vm.vcpus.restore(&states))?;
+        self.guest.loading.missing_at_start = Some(found);
+        self.guest.loading.paused = announced.paused;
+        self.events.push_back(Event::Loaded);
+        Ok(())
+    }
+
+    /// The missing pages are final. `load` gives the vCPUs their states.
+    fn begin_postcopy(
+        &mut self,
+        load: impl FnOnce(&Guest<'_, '_, '_>) -> Result<(), MachineError>,
+    ) -> Result<(), MigrationError> {
         // Before VMM threads get in: they read replies, and a page that arrives is counted down.
         self.guest.core.pages.begin_counting();
         self.guest.vm.machine.begin_postcopy()?;
         // Before the vCPUs' states: with minor faults, the first touch of a page that is here sleeps
         // too. A missing page comes only after `Go`, so `Vcpus::restore` must not need one.
         self.serve_faults()?;
-        self.guest.vm.vcpus.restore(&states)?;
+        load(&self.guest)?;
         self.assist()?;
         self.guest.precopy_data = self.link.inbound.data_pages.load(Ordering::Relaxed);
         // From here on, frames bring missing pages. The source sends none before `Ready`.
         self.link.inbound.begin_postcopy();
-        self.guest.loading.missing_at_start = Some(found);
-        self.guest.loading.paused = announced.paused;
-        self.events.push_back(Event::Loaded);
+        Ok(())
+    }
+
+    /// Goes on with a VM that another process has loaded, and perhaps run.
+    pub(super) fn go_on(&mut self) -> Result<(), MigrationError> {
+        self.guest.precopy.end();
+        self.begin_postcopy(|_| Ok(()))?;
+        self.link.lost_since = Some(Instant::now());
+        if self.state.stage == Stage::Ready {
+            return Ok(());
+        }
+        self.guest.started = monotonic();
+        self.guest.core.begin_requests();
+        self.run_here();
         Ok(())
     }
 
@@ -139,6 +164,11 @@ impl Supervisor<'_, '_, '_> {
             self.guest.vm.vcpus.resume();
         }
         // Behind the resume: an owner's pause comes after it.
+        self.run_here();
+    }
+
+    /// The VM is here and nowhere else.
+    fn run_here(&mut self) {
         self.host.set_open_to_owner(true);
         self.wake_assist();
         self.link.patience.set(self.host.config.limits.dead_after);

@@ -50,8 +50,9 @@ impl Secret {
         Self(bytes)
     }
 
-    /// Returns the bytes, for the channel that opens the session.
-    pub(super) const fn bytes(&self) -> [u8; SECRET_BYTES] {
+    /// Returns the bytes, for the channel that opens the session, and for a process that takes it
+    /// over.
+    pub(crate) const fn bytes(&self) -> [u8; SECRET_BYTES] {
         self.0
     }
 

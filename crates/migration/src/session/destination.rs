@@ -113,6 +113,17 @@ impl Destination {
         }
     }
 
+    /// A session that another process had brought to `stage`: as after the loss of all channels.
+    #[must_use]
+    pub const fn taken_over(stage: Stage) -> Self {
+        Self {
+            stage,
+            link: Link::Down,
+            generation: 1,
+            channels: Vec::new(),
+        }
+    }
+
     fn end(&mut self, end: End, actions: &mut Vec<Action>) {
         self.stage = Stage::Ended(end);
         actions.push(Action::End(end));

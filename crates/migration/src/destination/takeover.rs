@@ -1,0 +1,213 @@
+//! A process takes over the session of one that died, when the VM itself lives elsewhere.
+//!
+//! **Guarantee.** The session goes on as after the loss of all its channels. No page is placed twice
+//! and none is called present whose bytes are not in place.
+//!
+//! **Mechanism.** Three things must outlive the dead process, and its owner keeps them: the memory,
+//! the [record](Incoming::record) of the session, and the bits of the missing pages. A machine clears
+//! its kept bit in [`Machine::install`], when the bytes are in place and the source has no receipt
+//! yet. So the kept bits say at most that a page is missing which is here: the source then sends it
+//! again.
+//!
+//! The dead process had all channels, so no message of theirs is under way. The source opens the
+//! next generation, says `Resume`, and hears which pages are missing: rule 4 of
+//! [`session`](crate::session) holds without readers. A session that takes generation 1 for the last
+//! one takes each later one.
+//!
+//! [`Machine::install`]: pageferry_machine::Machine::install
+
+use super::{Destination, Incoming, Offer, Stage};
+use crate::clock::monotonic;
+use crate::error::MigrationError;
+use crate::handshake::{Identity, Secret};
+use crate::saved::{damaged, next};
+use crate::wire::{Frame, SECRET_BYTES, SessionId, Setup};
+use std::sync::Arc;
+
+const MAGIC: &[u8; 8] = b"PFRECVD\x01";
+const WHAT: &str = "this is no record of a session";
+
+/// A VM that was received in part by a process that died.
+#[derive(Clone)]
+pub struct Orphan {
+    identity: Identity,
+    setup: Setup,
+    /// Whether the source's `Go` was heard.
+    pub handed_over: bool,
+    /// Whether the VM came paused.
+    pub paused: bool,
+    /// The number of missing pages at the switch-over.
+    pub missing_at_start: u64,
+    /// The missing pages: bit `i` of word `w` is RAM page `64 * w + i`.
+    pub missing: Vec<u64>,
+}
+
+impl std::fmt::Debug for Orphan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Orphan")
+            .field("handed_over", &self.handed_over)
+            .field("missing_at_start", &self.missing_at_start)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Orphan {
+    /// Reads a [record](Incoming::record). The VM was not handed over, and lacks no page, until the
+    /// caller says so.
+    ///
+    /// # Errors
+    /// [`MigrationError::Mismatch`] for bytes that are no record, [`MigrationError::Wire`] for
+    /// damaged ones.
+    pub fn of(record: &[u8]) -> Result<Self, MigrationError> {
+        let short = || damaged(WHAT, "it is cut off");
+        let rest = record
+            .strip_prefix(MAGIC)
+            .ok_or_else(|| damaged(WHAT, "it does not begin as one"))?;
+        let (session, rest) = rest.split_first_chunk().ok_or_else(short)?;
+        let (secret, mut rest) = rest.split_first_chunk::<SECRET_BYTES>().ok_or_else(short)?;
+        let Frame::Setup(setup) = next(&mut rest, 0)? else {
+            return Err(damaged(WHAT, "it has no description of the machine"));
+        };
+        if !rest.is_empty() {
+            return Err(damaged(WHAT, "its length is wrong"));
+        }
+        Ok(Self {
+            identity: Identity {
+                session: SessionId(*session),
+                secret: Secret::of_bytes(*secret),
+            },
+            missing: vec![0; setup.memory_pages().div_ceil(64) as usize],
+            setup,
+            handed_over: false,
+            paused: false,
+            missing_at_start: 0,
+        })
+    }
+
+    /// The VM.
+    #[must_use]
+    pub fn offer(&self) -> Offer {
+        Offer::of(&self.setup)
+    }
+
+    /// The stage at which the session goes on. A source that had a receipt for each page may be
+    /// gone for good. So a VM that is whole does not wait for it.
+    pub(super) fn stage(&self) -> Stage {
+        match self.handed_over {
+            false => Stage::Ready,
+            true if self.missing.iter().all(|word| *word == 0) => Stage::Complete,
+            true => Stage::Running,
+        }
+    }
+}
+
+impl Incoming {
+    /// What another process needs to take this session over, should this one die when all that the
+    /// VM needs to run is loaded: see [`Orphan`]. The bytes have the session's secret.
+    ///
+    /// # Errors
+    /// Never for an offer that has come: it was encoded once.
+    pub fn record(&self) -> Result<Vec<u8>, MigrationError> {
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend_from_slice(&self.identity.session.0);
+        bytes.extend_from_slice(&self.identity.secret.bytes());
+        let mut frame = Vec::new();
+        Frame::Setup(self.setup.clone()).encode(&mut frame)?;
+        bytes.extend_from_slice(&frame);
+        Ok(bytes)
+    }
+}
+
+impl Destination {
+    /// Takes over the session of a process that died. [`Incoming::receive`] then brings the missing
+    /// pages: into a machine whose memory has all others, and whose vCPUs may run. No other session
+    /// of this destination may be under way.
+    ///
+    /// # Errors
+    /// [`MigrationError::Mismatch`] if the bits are not those of the VM's pages.
+    pub fn take_over(self: &Arc<Self>, orphan: Orphan) -> Result<Incoming, MigrationError> {
+        let pages = orphan.setup.memory_pages();
+        let words = orphan.missing.len() as u64;
+        let behind = match pages % 64 {
+            0 => 0,
+            used => orphan.missing.last().map_or(0, |last| last >> used),
+        };
+        if words != pages.div_ceil(64) || behind != 0 {
+            return Err(damaged(WHAT, "its bits are not those of the VM's pages"));
+        }
+        let setup = &orphan.setup;
+        let (bulk, urgent) = (setup.bulk_channels, setup.urgent_channels);
+        self.desk.begin(orphan.identity.clone(), bulk, urgent);
+        Ok(Incoming {
+            host: Arc::clone(self),
+            control: None,
+            offer: orphan.offer(),
+            setup: orphan.setup.clone(),
+            identity: orphan.identity.clone(),
+            orphan: Some(orphan),
+            began: monotonic(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::{Kind, Region};
+    use pageferry_addr::Gfn;
+    use proptest::prelude::*;
+
+    fn record() -> Vec<u8> {
+        let name = |text: &str| text.parse().unwrap();
+        let setup = Setup {
+            bulk_channels: 2,
+            urgent_channels: 1,
+            kind: Kind {
+                engine: name("other"),
+                isa: name("x86_64"),
+                state_format: name("other/1"),
+            },
+            vcpus: 1,
+            memory_bytes: 100 * 4096,
+            regions: vec![Region {
+                slot: 0,
+                gfn: Gfn(0),
+                pages: 100,
+            }],
+            devices: Vec::new(),
+            description: b"guest".to_vec(),
+        };
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend([7; 16]);
+        bytes.extend([9; SECRET_BYTES]);
+        let mut frame = Vec::new();
+        Frame::Setup(setup).encode(&mut frame).unwrap();
+        bytes.extend(frame);
+        bytes
+    }
+
+    #[test]
+    fn a_record_has_the_session_and_the_vm() {
+        let mut orphan = Orphan::of(&record()).unwrap();
+        assert_eq!(orphan.identity.session, SessionId([7; 16]));
+        assert_eq!(orphan.offer().guest, b"guest");
+        assert_eq!((orphan.missing.len(), orphan.stage()), (2, Stage::Ready));
+        orphan.handed_over = true;
+        assert_eq!(orphan.stage(), Stage::Complete);
+        orphan.missing[1] = 1;
+        assert_eq!(orphan.stage(), Stage::Running);
+        assert!(!format!("{orphan:?}").contains('9'));
+    }
+
+    proptest! {
+        #[test]
+        fn other_bytes_are_refused(at in 0..record().len(), other in 1u8..) {
+            let mut bytes = record();
+            prop_assert!(Orphan::of(&bytes[..at]).is_err());
+            bytes[at] ^= other;
+            // The secret and the name of the session may be any.
+            let ids = MAGIC.len()..MAGIC.len() + 16 + SECRET_BYTES;
+            prop_assert_eq!(Orphan::of(&bytes).is_ok(), ids.contains(&at));
+        }
+    }
+}
