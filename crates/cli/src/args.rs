@@ -43,6 +43,9 @@ pub(crate) struct Cli {
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// For `receive --for ch:..`: keep descriptors until nobody needs them
+    #[command(hide = true)]
+    Keep,
     /// Move a running VM to another process on this machine, and check every page
     ///
     /// A second process is the destination. TCP over the loopback interface connects the two. The

@@ -90,6 +90,12 @@ fn main() -> ExitCode {
 
 /// Runs the command, here or in the background. Returns the exit code.
 fn start(cli: &Cli) -> Result<u8, Failure> {
+    if let Command::Keep = cli.command {
+        let kept = pageferry_bridge::ch::keep();
+        return kept
+            .map(|()| 0)
+            .map_err(|e| Failure::os("cannot keep descriptors", e));
+    }
     if cli.detached {
         detach::begin()?;
     }
@@ -110,6 +116,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
     let interrupts = Interrupts::install(owns_vm)?;
     output::wait_by(&interrupts, owns_vm);
     match &cli.command {
+        Command::Keep => Ok(()),
         Command::Demo(args) => demo::demo(args, &interrupts),
         Command::Run(args) => run::run(args, cli.detached, &interrupts),
         Command::Receive(args) => receive::receive(args, cli.detached, &interrupts),

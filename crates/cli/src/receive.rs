@@ -2,6 +2,7 @@
 
 use crate::activation;
 use crate::args::ReceiveArgs;
+use crate::bridge::Vmm;
 use crate::console::Shown;
 use crate::control::options::{limits, plain};
 use crate::control::server::Server;
@@ -76,14 +77,23 @@ pub(crate) fn receive(
     let mut console: Option<Shown> = None;
     let notes = Notes::default();
     loop {
-        let Some(incoming) = accept(&destination, &host, args, interrupts, &notes)? else {
+        let left = args.for_vmm.as_ref().map(Vmm::left_behind).transpose()?;
+        let left = left.flatten();
+        let incoming = match &left {
+            Some(left) => {
+                output::note("going on with the VM that an earlier `receive` left behind");
+                Some(left.session(&destination)?)
+            }
+            None => accept(&destination, &host, args, interrupts, &notes)?,
+        };
+        let Some(incoming) = incoming else {
             // `quit` came over the control socket: this is the requested end.
             return Ok(());
         };
         let display = args.child_of.is_none().then(|| Display::start(&feed));
         let mut stops = StopRequests::new(interrupts, Some(&host));
         if let Some(vmm) = &args.for_vmm {
-            let taken = vmm.take_in((&host, incoming, args), &feed, &mut stops);
+            let taken = vmm.take_in(left, (&host, incoming, args), &feed, &mut stops);
             if let Some(display) = display {
                 display.finish();
             }

@@ -11,25 +11,31 @@
 //! comes only behind `Go`. So the VM counts as loaded when State is answered, or when the process
 //! waits for a page. If it refuses State later than that, the VM is lost here, and given up.
 //!
+//! A VM that is loaded outlives our process, if a keeper has its descriptors too. The next process
+//! finds it by [`LeftBehind::at`], and goes on with its session.
+//!
 //! **Neighbours.** `migration` brings the pages, and `receiver` speaks with the process. `source` is
 //! the other seam.
 
 use super::error::ChError;
-use super::receiver::{Ended, Receiver, STEP_LIMIT};
-use super::wire::{self, Command, Mapping};
+use super::kept::{Found, Main};
+use super::receiver::{Ended, Keep, Receiver, STEP_LIMIT};
+use super::wire::{self, Command as VmmCommand, Mapping};
 use super::{KIND, STATE_DEVICE, STATE_VERSION, VM_PAUSED, VM_RUNS};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{
-    Apply, Device, GuestRam, Machine, MachineError, MachineKind, PauseReport, VcpuState, Vcpus,
+    Apply, ArmOptions, Delivery, Device, FaultEvents, GuestRam, Machine, MachineError, MachineKind,
+    PauseReport, VcpuState, Vcpus,
 };
 use pageferry_migration::{
     Destination, DestinationFailure, DestinationReport, Incoming, MigrationError, Observer, Offer,
-    Resolver, RunningVm,
+    Orphan, Resolver, RunningVm,
 };
 use pageferry_userfault::PageBitmap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tracing::error;
@@ -38,10 +44,13 @@ use tracing::error;
 const FETCH_BYTES: u64 = 256 << 10;
 
 /// The choices for a Cloud Hypervisor that waits for a VM.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct ReceiverOptions {
     /// Its API socket.
     pub api: PathBuf,
+    /// The command of a program that calls [`keep`](super::keep) at once. With it, the VM outlives
+    /// this process. Its standard input and output are set.
+    pub keeper: Option<Command>,
 }
 
 /// A failed arrival.
@@ -112,42 +121,114 @@ const WATCH: Duration = Duration::from_millis(50);
 /// # Errors
 /// [`ReceiveError`] says where the VM is.
 pub fn receive(
-    options: &ReceiverOptions,
+    options: &mut ReceiverOptions,
     destination: &Arc<Destination>,
     incoming: Incoming,
     stop: &dyn Fn() -> bool,
     observer: &dyn Observer,
 ) -> Result<Arrived, ReceiveError> {
-    let guest = match Guest::prepare(options, destination, incoming.offer(), stop) {
-        Ok(guest) => Running(Arc::new(guest)),
+    match Guest::prepare(options, destination, &incoming, stop) {
+        Ok(guest) => Running(Arc::new(guest)).bring(incoming, stop, observer),
         Err(error) => {
             incoming.refuse(&error.to_string());
-            return Err(ReceiveError::Refused(error));
+            Err(ReceiveError::Refused(error))
         }
-    };
-    let machine: Arc<dyn Machine> = Arc::clone(&guest.0) as _;
-    let devices = [Arc::clone(&guest.0) as Arc<dyn Device>];
-    let vm = RunningVm {
-        machine: &machine,
-        vcpus: &*guest.0,
-        devices: &devices,
-    };
-    let started = guest.0.start("ch-faults", Guest::serve_faults);
-    if let Err(error) = started.and_then(|()| guest.0.start("ch-main", Guest::follow)) {
-        incoming.refuse(&error.to_string());
-        return Err(ReceiveError::Refused(error.into()));
     }
-    match incoming.receive(&vm, &Resolver::new(), stop, observer) {
-        Ok(report) => Ok(Arrived { report, guest }),
-        Err(failure) => {
-            let why = guest.0.progress().gone.take();
-            Err(match why {
-                Some(why) => ReceiveError::Vmm {
-                    why: why.into(),
-                    failure,
-                },
-                None => ReceiveError::Migration(failure),
-            })
+}
+
+/// A VM that waits in its Cloud Hypervisor for pages, and whose process of ours has died.
+pub struct LeftBehind {
+    process: Receiver,
+    orphan: Orphan,
+}
+
+impl LeftBehind {
+    /// The VM of the process at an API socket, if it was left behind. From now on it is this
+    /// process's own.
+    ///
+    /// # Errors
+    /// When another process has it, or what was kept of it does not serve.
+    pub fn at(api: &Path) -> Result<Option<Self>, ChError> {
+        let found = Found::at(api)?;
+        let taken = found.map(|found| Receiver::found(api, found)).transpose()?;
+        Ok(taken.map(|(process, orphan)| Self { process, orphan }))
+    }
+
+    /// Goes on with the session that brings its pages, at a destination that its source reaches.
+    ///
+    /// # Errors
+    /// When the session's record does not fit its pages.
+    pub fn session(&self, destination: &Arc<Destination>) -> Result<Incoming, MigrationError> {
+        destination.take_over(self.orphan.clone())
+    }
+
+    /// Brings the missing pages, as [`receive`] does.
+    ///
+    /// # Errors
+    /// [`ReceiveError`] says where the VM is.
+    pub fn receive(
+        self,
+        destination: &Arc<Destination>,
+        incoming: Incoming,
+        stop: &dyn Fn() -> bool,
+        observer: &dyn Observer,
+    ) -> Result<Arrived, ReceiveError> {
+        let main = self.process.kept.main();
+        let progress = Progress {
+            paused: self.orphan.paused,
+            begun: true,
+            loaded: main > Main::State,
+            waits: true,
+            go: self.orphan.handed_over,
+            completed: main == Main::Completed,
+            ..Progress::default()
+        };
+        let guest = Guest::new(self.process, destination, progress);
+        Running(Arc::new(guest)).bring(incoming, stop, observer)
+    }
+}
+
+impl std::fmt::Debug for LeftBehind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LeftBehind")
+            .field("orphan", &self.orphan)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Running {
+    /// Brings the pages of the migration.
+    fn bring(
+        self,
+        incoming: Incoming,
+        stop: &dyn Fn() -> bool,
+        observer: &dyn Observer,
+    ) -> Result<Arrived, ReceiveError> {
+        let guest = self;
+        let machine: Arc<dyn Machine> = Arc::clone(&guest.0) as _;
+        let devices = [Arc::clone(&guest.0) as Arc<dyn Device>];
+        let vm = RunningVm {
+            machine: &machine,
+            vcpus: &*guest.0,
+            devices: &devices,
+        };
+        let started = guest.0.start("ch-faults", Guest::serve_faults);
+        if let Err(error) = started.and_then(|()| guest.0.start("ch-main", Guest::follow)) {
+            incoming.refuse(&error.to_string());
+            return Err(ReceiveError::Refused(error.into()));
+        }
+        match incoming.receive(&vm, &Resolver::new(), stop, observer) {
+            Ok(report) => Ok(Arrived { report, guest }),
+            Err(failure) => {
+                let why = guest.0.progress().gone.take();
+                Err(match why {
+                    Some(why) => ReceiveError::Vmm {
+                        why: why.into(),
+                        failure,
+                    },
+                    None => ReceiveError::Migration(failure),
+                })
+            }
         }
     }
 }
@@ -172,6 +253,8 @@ impl Drop for Running {
 /// A receiving process: the machine, its vCPUs and its one device.
 struct Guest {
     process: Receiver,
+    /// The pages that the migration has not brought.
+    missing: OnceLock<Arc<PageBitmap>>,
     /// Ends the migration.
     give_up: Box<dyn Fn() + Send + Sync>,
     over: AtomicBool,
@@ -186,6 +269,8 @@ struct Progress {
     /// Whether the VM comes paused.
     paused: bool,
     threads: Vec<JoinHandle<()>>,
+    /// The missing pages are known.
+    open: bool,
     /// The process has begun to load State.
     begun: bool,
     /// It has loaded State.
@@ -229,21 +314,34 @@ fn check(offer: &Offer) -> Result<Vec<Mapping>, ChError> {
 impl Guest {
     /// Gives the process its memory and Config.
     fn prepare(
-        options: &ReceiverOptions,
+        options: &mut ReceiverOptions,
         destination: &Arc<Destination>,
-        offer: &Offer,
+        incoming: &Incoming,
         stop: &dyn Fn() -> bool,
     ) -> Result<Self, ChError> {
+        let offer = incoming.offer();
         let mappings = check(offer)?;
-        let process = Receiver::prepare(&options.api, &mappings, &offer.guest, stop)?;
+        let session = incoming
+            .record()
+            .map_err(|e| ChError::Offer(e.to_string()))?;
+        let keep = Keep {
+            session: &session,
+            keeper: options.keeper.as_mut(),
+        };
+        let process = Receiver::prepare(&options.api, &mappings, &offer.guest, keep, stop)?;
+        Ok(Self::new(process, destination, Progress::default()))
+    }
+
+    fn new(process: Receiver, destination: &Arc<Destination>, progress: Progress) -> Self {
         let host = Arc::clone(destination);
-        Ok(Self {
+        Self {
             process,
+            missing: OnceLock::new(),
             give_up: Box::new(move || host.give_up()),
             over: AtomicBool::new(false),
-            progress: Mutex::default(),
+            progress: Mutex::new(progress),
             changed: Condvar::new(),
-        })
+        }
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
@@ -297,19 +395,30 @@ impl Guest {
     /// Waits for the answer to State. Says Complete on `Go`, and waits for the answer. Both may
     /// wait for pages.
     fn load_and_complete(&self) -> Result<(), ChError> {
-        self.process.main.expect_ok("load State", None)?;
+        let (main, kept) = (&self.process.main, &self.process.kept);
+        if kept.main() == Main::State {
+            main.await_ok("load State")?;
+            kept.set_main(Main::StateAnswered);
+        }
         self.change(|progress| progress.loaded = true);
-        let Some(paused) = self.wait_for_go() else {
-            return Ok(());
-        };
-        let command = match paused {
-            true => Command::CompletePaused,
-            false => Command::Complete,
-        };
-        self.process
-            .main
-            .begin(command, &[], "complete", STEP_LIMIT)?;
-        self.process.main.expect_ok("complete", None)?;
+        if kept.main() == Main::StateAnswered {
+            // The answer to State, which this process or one before it has seen.
+            main.drain();
+            let Some(paused) = self.wait_for_go() else {
+                return Ok(());
+            };
+            let command = match paused {
+                true => VmmCommand::CompletePaused,
+                false => VmmCommand::Complete,
+            };
+            // A process that dies here says it twice. Cloud Hypervisor reads no command behind it.
+            main.begin(command, &[], "complete", STEP_LIMIT)?;
+            kept.set_main(Main::Complete);
+        }
+        if kept.main() == Main::Complete {
+            main.await_ok("complete")?;
+            kept.set_main(Main::Completed);
+        }
         self.change(|progress| progress.completed = true);
         Ok(())
     }
@@ -329,10 +438,18 @@ impl Guest {
 
     /// Answers page faults until the process has no more.
     fn serve_faults(&self) {
-        let asked = PageBitmap::new(self.process.ram.pages() as usize);
+        let mut progress = self.progress();
+        while !progress.open {
+            if self.is_over() {
+                return;
+            }
+            let waited = self.changed.wait_timeout(progress, WATCH);
+            progress = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(progress);
         let bring = |first, pages| self.bring(first, pages * PAGE_SIZE);
-        let ended = self.process.answer_faults(&asked, &bring);
-        let (asked, pages) = (asked.count() as u64, self.process.ram.pages());
+        let ended = self.process.answer_faults(&bring);
+        let (asked, pages) = (self.process.kept.asked(), self.process.ram.pages());
         match ended {
             Ok(Ended::Closed) if asked == pages => self.change(|progress| progress.has_all = true),
             Ok(Ended::Unanswered) => {}
@@ -376,6 +493,33 @@ impl Machine for Guest {
     }
     fn has_dirty_log(&self) -> bool {
         false
+    }
+    fn arm_userfault(
+        &self,
+        missing: Arc<PageBitmap>,
+        options: ArmOptions,
+    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
+        if let Some(other) = options.delivery.filter(|wanted| *wanted != Delivery::Exit) {
+            return Err(MachineError::NoDelivery(other));
+        }
+        self.process.ram.arm(&missing, &options, || Ok(()))?;
+        let _ = self.missing.set(missing);
+        Ok(Vec::new())
+    }
+    /// The missing pages are final: they are kept, and page faults are answered from now on.
+    fn begin_postcopy(&self) -> Result<(), MachineError> {
+        if !self.progress().begun
+            && let Some(missing) = self.missing.get()
+        {
+            self.process.kept.set_missing(&missing.snapshot());
+        }
+        self.process.ram.begin();
+        self.change(|progress| progress.open = true);
+        Ok(())
+    }
+    fn install(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
+        self.process.kept.came(first, pages);
+        Ok(())
     }
 }
 
@@ -422,7 +566,7 @@ impl Vcpus for Guest {
         };
         let state = state.ok_or(MachineError::WrongState("State has not come"))?;
         let main = &self.process.main;
-        let sent = main.begin(Command::State, &state, "take State", STEP_LIMIT);
+        let sent = main.begin(VmmCommand::State, &state, "take State", STEP_LIMIT);
         sent.map_err(MachineError::engine)?;
         let began = Instant::now();
         let mut progress = self.progress();
@@ -439,6 +583,8 @@ impl Vcpus for Guest {
             let waited = self.changed.wait_timeout(progress, WATCH);
             progress = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+        // Before the source hears that the VM is ready.
+        self.process.kept.loaded(paused);
         Ok(())
     }
 }
@@ -455,6 +601,7 @@ impl Device for Guest {
     }
     /// `Go`, also for a VM that comes paused.
     fn resume(&self) {
+        self.process.kept.handed_over();
         let mut gone = false;
         self.change(|progress| {
             progress.go = true;

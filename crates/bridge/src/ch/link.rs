@@ -6,6 +6,7 @@
 
 use super::error::ChError;
 use super::wire::{Command, HEADER_BYTES, Request, Status};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -122,23 +123,91 @@ impl Link {
         Ok(())
     }
 
+    /// Waits for a request of two headers' length at most. It stays in the socket. Returns its
+    /// length, or `None` if the connection ended before it.
+    pub(super) fn await_request(&self, what: &'static str) -> Result<Option<usize>, ChError> {
+        let mut bytes = [0; 2 * HEADER_BYTES];
+        let mut due = HEADER_BYTES;
+        loop {
+            let got = self.peek(&mut bytes[..due])?;
+            if got == due {
+                let header = bytes.first_chunk().expect("two headers have one");
+                let request = Request::decode(header)?;
+                let whole = HEADER_BYTES + usize::try_from(request.length).unwrap_or(usize::MAX);
+                if whole > bytes.len() {
+                    return Err(ChError::Order {
+                        found: format!("{:?}", request.command),
+                        expected: "PageFault",
+                    });
+                }
+                if whole <= due {
+                    return Ok(Some(whole));
+                }
+                due = whole;
+            } else if self.has_ended()? {
+                return if got == 0 {
+                    Ok(None)
+                } else {
+                    Err(ChError::Closed(what))
+                };
+            } else {
+                // The rest is about to come: one write may be seen in parts.
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+    }
+
+    /// Takes bytes that [`Self::await_request`] has seen, by one system call.
+    pub(super) fn take(&self, into: &mut [u8]) -> Result<(), ChError> {
+        let length = into.len();
+        match rustix::net::recv(&self.0, into, RecvFlags::DONTWAIT) {
+            Ok((_, got)) if got == length => Ok(()),
+            Ok(_) => Err(ChError::Closed("name the page")),
+            Err(e) => Err(ChError::io("cannot read from Cloud Hypervisor", e)),
+        }
+    }
+
+    /// Waits for some bytes, and leaves them in the socket. Returns 0 at the end.
+    fn peek(&self, into: &mut [u8]) -> Result<usize, ChError> {
+        let _ = self.0.set_read_timeout(None);
+        loop {
+            match rustix::net::recv(&self.0, &mut *into, RecvFlags::PEEK) {
+                Ok((_, got)) => return Ok(got),
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::CONNRESET) => return Ok(0),
+                Err(e) => return Err(ChError::io("cannot read from Cloud Hypervisor", e)),
+            }
+        }
+    }
+
+    fn has_ended(&self) -> Result<bool, ChError> {
+        let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
+        let now = rustix::time::Timespec::default();
+        match poll(&mut fds, Some(&now)) {
+            Ok(_) => Ok(!fds[0].revents().is_empty()),
+            Err(rustix::io::Errno::INTR) => Ok(false),
+            Err(e) => Err(ChError::io("cannot read from Cloud Hypervisor", e)),
+        }
+    }
+
     /// The next request, or `None` if the connection ended before it.
     pub(super) fn try_request(
         &self,
         what: &'static str,
-        limit: Option<Limit>,
+        limit: Limit,
     ) -> Result<Option<Request>, ChError> {
         let (mut bytes, mut fds) = ([0; HEADER_BYTES], Vec::new());
-        let got = self.read(&mut bytes, &mut fds, (what, limit))?;
+        let wait = (what, Some(limit));
+        let got = self.read(&mut bytes, &mut fds, wait)?;
         if got == 0 {
             return Ok(None);
         }
-        self.read_exact(&mut bytes[got..], &mut fds, (what, limit))?;
+        self.read_exact(&mut bytes[got..], &mut fds, wait)?;
         Ok(Some(Request::decode(&bytes)?))
     }
 
     pub(super) fn request(&self, what: &'static str, limit: Limit) -> Result<Request, ChError> {
-        let request = self.try_request(what, Some(limit))?;
+        let request = self.try_request(what, limit)?;
         request.ok_or(ChError::Closed(what))
     }
 
@@ -172,13 +241,6 @@ impl Link {
                 why: format!("{found} descriptors came with it, expected 1"),
             }),
         }
-    }
-
-    /// The range of a page fault.
-    pub(super) fn range(&self) -> Result<[u8; 16], ChError> {
-        let mut bytes = [0; 16];
-        self.read_exact(&mut bytes, &mut Vec::new(), ("name the page", None))?;
-        Ok(bytes)
     }
 
     pub(super) fn send(&self, bytes: &[u8], what: &'static str) -> Result<(), ChError> {
@@ -236,9 +298,26 @@ impl Link {
     ) -> Result<(), ChError> {
         let mut bytes = [0; HEADER_BYTES];
         self.read_exact(&mut bytes, &mut Vec::new(), (what, limit.into()))?;
-        match Status::decode(&bytes)? {
-            Status::Ok => Ok(()),
-            Status::Error => Err(ChError::Refused(what)),
+        Status::decode(&bytes)?.check(what)
+    }
+
+    /// As [`Self::expect_ok`] without a limit, but leaves the response in the socket.
+    pub(super) fn await_ok(&self, what: &'static str) -> Result<(), ChError> {
+        let mut bytes = [0; HEADER_BYTES];
+        while self.peek(&mut bytes)? < HEADER_BYTES {
+            if self.has_ended()? {
+                return Err(ChError::Closed(what));
+            }
+            std::thread::sleep(Duration::from_micros(50));
         }
+        Status::decode(&bytes)?.check(what)
+    }
+
+    /// Takes what has come off the socket, without waiting.
+    pub(super) fn drain(&self) {
+        while matches!(
+            rustix::net::recv(&self.0, &mut [0; 64], RecvFlags::DONTWAIT),
+            Ok((_, 1..))
+        ) {}
     }
 }

@@ -19,7 +19,7 @@
 //! | the receiving process, behind `Go` | handed over: ended, or paused with `preserve` | ends with it |
 //! | our process at the source, before `Go` | runs, or stays paused, as it was | discarded |
 //! | our process at the source, behind `Go` | handed over: ended, or paused with `preserve` | waits for pages that never come |
-//! | our process at the destination, behind `Go` | as the line above | ends with it |
+//! | our process at the destination, behind `Go` | as the line above | waits for its pages, until the next process takes it over |
 //!
 //! Between `Go` and the answer to Complete lies a moment. A source process of ours that is killed
 //! in it makes Cloud Hypervisor run its VM again, while the destination runs it too.
@@ -30,6 +30,8 @@
 pub(crate) mod api;
 mod destination;
 mod error;
+mod keeper;
+mod kept;
 mod link;
 mod receiver;
 mod source;
@@ -38,8 +40,9 @@ pub mod wire;
 
 #[doc(hidden)]
 pub use api::parse_answer;
-pub use destination::{Arrived, ReceiveError, ReceiverOptions, receive};
+pub use destination::{Arrived, LeftBehind, ReceiveError, ReceiverOptions, receive};
 pub use error::ChError;
+pub use keeper::keep;
 pub use source::{Source, SourceError, SourceOptions};
 pub use wire::boot_vcpus;
 

@@ -1,26 +1,30 @@
 //! A Cloud Hypervisor process that receives a VM whose pages come later.
 //!
 //! **Guarantee.** A page fault is answered once, and when the caller has the right bytes in place.
-//! Each step that the process carries out alone has a limit.
+//! That holds over the death of our process, too. Each step that the process carries out alone has a
+//! limit.
 //!
 //! **Mechanism.** The process gets memfds of ours and Config by its own migration protocol, and
 //! then the connection for page faults. The caller says State and Complete on `main`. It writes
 //! pages into `ram`, which is the same memory.
 //!
-//! **Neighbours.** `destination` brings the pages of a migration, `restore` those of a snapshot.
+//! **Neighbours.** `kept` has what outlives our process. `destination` brings the pages of a migration, `restore` those of a snapshot.
 #![expect(unsafe_code, reason = "shares memory with another VMM")]
 
 use super::api::{Api, Call, Meeting, until};
 use super::error::ChError;
+use super::keeper::Lease;
+use super::kept::{FIXED, Found, Kept};
 use super::link::{Limit, Link};
-use super::wire::{self, Command, FAULT_CONNECTION, Mapping, Range, Status};
+use super::wire::{self, Command as VmmCommand, FAULT_CONNECTION, Mapping, Range};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{AdoptedRegion, GuestRam};
-use pageferry_userfault::PageBitmap;
+use pageferry_migration::Orphan;
 use rustix::fs::{MemfdFlags, SealFlags};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing::info;
@@ -36,9 +40,18 @@ pub(super) struct Receiver {
     /// The connection for State and Complete.
     pub(super) main: Link,
     faults: Link,
-    _meeting: Meeting,
+    pub(super) kept: Kept,
+    _meeting: Option<Meeting>,
     /// The wait for the answer to `vm.receive-migration`.
-    _call: Call,
+    _call: Option<Call>,
+}
+
+/// What outlives our process.
+pub(super) struct Keep<'a> {
+    /// The record of the session that brings the pages.
+    pub(super) session: &'a [u8],
+    /// The command of a process that keeps the descriptors: see [`keep`](super::keep).
+    pub(super) keeper: Option<&'a mut Command>,
 }
 
 /// How the service of page faults has ended.
@@ -61,32 +74,39 @@ fn memfd(mapping: &Mapping) -> Result<OwnedFd, ChError> {
     Ok(fd)
 }
 
+/// Our own mapping of the memfds.
+fn adopt(mappings: &[Mapping], fds: &[OwnedFd]) -> Result<Arc<GuestRam>, ChError> {
+    let regions = mappings.iter().zip(fds).map(|(mapping, fd)| {
+        let fd = fd.try_clone();
+        let fd = fd.map_err(|e| ChError::io("cannot clone a memfd", e))?;
+        let start = Gpa(mapping.gpa);
+        Ok(AdoptedRegion::new(
+            start,
+            mapping.size,
+            fd,
+            mapping.file_offset,
+        ))
+    });
+    let regions = regions.collect::<Result<_, ChError>>()?;
+    // SAFETY: the memfds are ours, new or of a process that is gone. The VMM that has them touches
+    // them by the vCPUs and devices of its VM only, and these wait at missing pages by userfaultfd.
+    Ok(Arc::new(unsafe { GuestRam::adopt(regions) }?))
+}
+
 impl Receiver {
     /// Gives the process its memory and Config.
     pub(super) fn prepare(
         api: &Path,
         mappings: &[Mapping],
         config: &[u8],
+        keep: Keep<'_>,
         stop: &dyn Fn() -> bool,
     ) -> Result<Self, ChError> {
         let api = Api::new(api);
         let meeting = Meeting::beside(api.path())?;
         let fds: Vec<_> = mappings.iter().map(memfd).collect::<Result<_, _>>()?;
-        let regions = mappings.iter().zip(&fds).map(|(mapping, fd)| {
-            let fd = fd.try_clone();
-            let fd = fd.map_err(|e| ChError::io("cannot clone a memfd", e))?;
-            let start = Gpa(mapping.gpa);
-            Ok(AdoptedRegion::new(
-                start,
-                mapping.size,
-                fd,
-                mapping.file_offset,
-            ))
-        });
-        let regions = regions.collect::<Result<_, ChError>>()?;
-        // SAFETY: the memfds are new. The process that gets them touches them by the vCPUs and
-        // devices of its VM only, and these wait at missing pages by userfaultfd.
-        let ram = unsafe { GuestRam::adopt(regions) }?;
+        let ram = adopt(mappings, &fds)?;
+        let mut kept = Kept::new(ram.pages(), keep.session)?;
         let body = serde_json::json!({
             "receiver_url": meeting.url(),
             "memory_mode": "Postcopy",
@@ -109,42 +129,70 @@ impl Receiver {
         )?;
         let main = Link::new(stream)?;
         let limit = Limit::new(STEP_LIMIT);
-        main.begin(Command::Start, &[], "start", STEP_LIMIT)?;
+        main.begin(VmmCommand::Start, &[], "start", STEP_LIMIT)?;
         main.expect_ok("start a migration", limit)?;
         for (mapping, fd) in mappings.iter().zip(&fds) {
             main.begin_memory_fd(mapping.slot, fd.as_fd())?;
             main.expect_ok("take a memfd", limit)?;
         }
-        main.begin(Command::Config, config, "take Config", STEP_LIMIT)?;
+        main.begin(VmmCommand::Config, config, "take Config", STEP_LIMIT)?;
         main.expect_ok("take the VM's Config", limit)?;
         let faults = UnixStream::connect(&meeting.socket)
             .map_err(|e| ChError::io("cannot open the connection for page faults", e))?;
         let faults = Link::new(faults)?;
         faults.send(&FAULT_CONNECTION.to_le_bytes(), "take page faults")?;
         info!("the receiving Cloud Hypervisor takes the VM's Config");
+        if let Some(command) = keep.keeper {
+            let links = [faults.as_fd(), main.as_fd()];
+            let mut all: Vec<BorrowedFd<'_>> = kept.descriptors(links).into();
+            debug_assert_eq!(all.len(), FIXED);
+            all.extend(fds.iter().map(AsFd::as_fd));
+            let lease = Lease::start(command, api.path(), &meeting.directory, &all)?;
+            kept.keep(lease);
+        }
         Ok(Self {
-            ram: Arc::new(ram),
+            ram,
             api,
             main,
             faults,
-            _meeting: meeting,
-            _call: call,
+            kept,
+            _meeting: Some(meeting),
+            _call: Some(call),
         })
     }
 
+    /// The process of a VM that another process of ours has left behind.
+    pub(super) fn found(api: &Path, found: Found) -> Result<(Self, Orphan), ChError> {
+        let mappings = wire::mappings(&found.orphan.offer().guest)?;
+        if mappings.len() != found.ram.len() {
+            let (memfds, regions) = (found.ram.len(), mappings.len());
+            return Err(ChError::Kept(format!(
+                "{memfds} memfds, expected {regions}"
+            )));
+        }
+        let process = Self {
+            ram: adopt(&mappings, &found.ram)?,
+            api: Api::new(api),
+            main: found.main,
+            faults: found.faults,
+            kept: found.kept,
+            _meeting: None,
+            _call: None,
+        };
+        Ok((process, found.orphan))
+    }
+
     /// Answers page faults until the process has no more. `bring` puts pages in place, and returns
-    /// false if they never come. `asked` has the pages that were answered.
+    /// false if they never come.
     pub(super) fn answer_faults(
         &self,
-        asked: &PageBitmap,
         bring: &dyn Fn(RamPage, u64) -> bool,
     ) -> Result<Ended, ChError> {
-        let link = &self.faults;
-        while let Some(request) = link.try_request("ask for a page", None)? {
+        while let Some((request, range)) = self.kept.request(&self.faults)? {
             match request.command {
-                Command::PageFault => {}
-                Command::Abandon => {
-                    link.answer(Status::Ok)?;
+                VmmCommand::PageFault => {}
+                VmmCommand::Abandon => {
+                    self.kept.answer(&self.faults)?;
                     return Err(ChError::Abandoned);
                 }
                 other => {
@@ -154,7 +202,7 @@ impl Receiver {
                     });
                 }
             }
-            let range = Range::decode(link.range()?)?;
+            let range = Range::decode(range)?;
             let first = self.page_of(range)?;
             if !bring(first, range.length / PAGE_SIZE) {
                 return Ok(Ended::Unanswered);
@@ -162,8 +210,9 @@ impl Receiver {
             // The process maps what is in the page cache, and a zero page may not be.
             let pages = range.length / PAGE_SIZE;
             self.ram.allocate_range(first, pages)?;
-            asked.set_range(first.0 as usize..(first.0 + pages) as usize);
-            link.answer(Status::Ok)?;
+            // Before the answer: a process that died behind it has counted them.
+            self.kept.ask(first, pages);
+            self.kept.answer(&self.faults)?;
         }
         Ok(Ended::Closed)
     }

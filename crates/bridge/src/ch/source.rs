@@ -480,7 +480,7 @@ impl Vmm {
             }
             if speaks(Duration::ZERO) {
                 let limit = Limit::new(WATCH);
-                let said = hold.link.try_request("give up", Some(limit));
+                let said = hold.link.try_request("give up", limit);
                 let departed = match said {
                     Ok(None) => ChError::Closed("pause"),
                     Ok(Some(request)) if request.command == Command::Abandon => ChError::Abandoned,

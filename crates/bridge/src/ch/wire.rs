@@ -9,6 +9,7 @@
 //!
 //! **Neighbours.** `link` moves these messages over a Unix socket.
 
+use super::error::ChError;
 use pageferry_addr::PAGE_SIZE;
 use pageferry_migration::MAX_DESCRIPTION_BYTES;
 use serde::Deserialize;
@@ -191,6 +192,15 @@ pub enum Status {
 }
 
 impl Status {
+    /// # Errors
+    /// [`ChError::Refused`] to do `what`.
+    pub(super) fn check(self, what: &'static str) -> Result<(), ChError> {
+        match self {
+            Self::Ok => Ok(()),
+            Self::Error => Err(ChError::Refused(what)),
+        }
+    }
+
     /// Reads a response. None that we wait for has a payload.
     ///
     /// # Errors

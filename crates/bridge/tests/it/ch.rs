@@ -189,8 +189,9 @@ impl Hosts {
         let (session, destination) = (&self.session, &self.destination);
         let taken = Source::take(&options(&self.directory, self.preserve), &late);
         let source = taken.unwrap();
-        let target = ReceiverOptions {
+        let mut target = ReceiverOptions {
             api: self.directory.join("target"),
+            keeper: None,
         };
         let beside_it = Beside {
             source: &mut self.source,
@@ -212,7 +213,7 @@ impl Hosts {
             });
             let received = scope.spawn(|| {
                 let incoming = destination.accept(&late).unwrap();
-                receive(&target, destination, incoming, &late, &Unobserved)
+                receive(&mut target, destination, incoming, &late, &Unobserved)
             });
             let sent = scope.spawn(|| source.migrate(route, &config, session, &Unobserved));
             beside(beside_it);

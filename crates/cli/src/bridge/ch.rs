@@ -4,15 +4,18 @@ use super::moves::{self, Names, NotCome, Sending};
 use crate::args::{MigrateArgs, ReceiveArgs};
 use crate::exit::{Exit, Failure};
 use crate::host::{Host, StopRequests};
+use crate::output;
 use crate::progress::Feed;
 use crate::signals::Interrupts;
 use pageferry_bridge::ch::{
-    ChError, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions, boot_vcpus, receive,
+    ChError, LeftBehind, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions,
+    boot_vcpus, receive,
 };
 use pageferry_migration::{
     DestinationVm, Incoming, Observer, Route, SourceConfig, SourceReport, SourceSession,
 };
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 
 const NAMES: Names = Names {
@@ -80,20 +83,43 @@ pub(super) fn migrate(
     })
 }
 
-/// Receives an offered VM into a Cloud Hypervisor process, until that has all of it.
+/// The command of a process that keeps the VM's descriptors.
+fn keeper() -> Option<Command> {
+    let program = std::env::current_exe().ok().filter(|path| path.exists());
+    let Some(program) = program else {
+        output::note("this program is not at its path any more: if it dies, the VM ends with it");
+        return None;
+    };
+    let mut command = Command::new(program);
+    command.arg("keep");
+    Some(command)
+}
+
+/// A VM that an earlier `receive` has left at this process, when it was killed.
+///
+/// # Errors
+/// When it cannot be taken over.
+pub(super) fn left_behind(api: &Path) -> Result<Option<LeftBehind>, Failure> {
+    LeftBehind::at(api).map_err(|why| Failure::new(class(&why), why.to_string()))
+}
+
+/// Receives an offered VM into a Cloud Hypervisor process, until that has all of it. Or goes on with
+/// one that was left behind.
 ///
 /// # Errors
 /// Why it did not come, and where it is.
 pub(super) fn take_in(
     api: &Path,
+    left: Option<LeftBehind>,
     coming: (&Arc<Host>, Incoming, &ReceiveArgs),
     feed: &Arc<Feed>,
     stops: &mut StopRequests<'_>,
 ) -> Result<(), Failure> {
-    let given = ReceiverOptions {
-        api: api.to_owned(),
-    };
     let vcpus = boot_vcpus(&coming.1.offer().guest);
+    let mut given = ReceiverOptions {
+        api: api.to_owned(),
+        keeper: keeper(),
+    };
     moves::take_in(
         &NAMES,
         vcpus,
@@ -101,8 +127,11 @@ pub(super) fn take_in(
         feed,
         stops,
         move |destination, incoming, [stop, cut], observer| {
-            let arrived =
-                receive(&given, destination, incoming, stop, observer).map_err(not_come)?;
+            let arrived = match left {
+                Some(left) => left.receive(destination, incoming, stop, observer),
+                None => receive(&mut given, destination, incoming, stop, observer),
+            };
+            let arrived = arrived.map_err(not_come)?;
             let report = arrived.report.clone();
             let served = arrived.serve(cut);
             served.map_err(|why| NotCome {

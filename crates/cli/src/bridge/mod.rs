@@ -9,6 +9,7 @@ use crate::exit::{Exit, Failure};
 use crate::host::{Host, StopRequests};
 use crate::progress::Feed;
 use crate::signals::Interrupts;
+use pageferry_bridge::ch::LeftBehind;
 use pageferry_migration::Incoming;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -68,18 +69,30 @@ impl Vmm {
         }
     }
 
-    /// Receives an offered VM into it.
+    /// A VM that an earlier `receive` has left at it, when it was killed.
+    ///
+    /// # Errors
+    /// When it cannot be taken over.
+    pub(crate) fn left_behind(&self) -> Result<Option<LeftBehind>, Failure> {
+        match self {
+            Self::CloudHypervisor(api) => ch::left_behind(api),
+            Self::Firecracker(_) => Ok(None),
+        }
+    }
+
+    /// Receives an offered VM into it, or goes on with one that was left behind.
     ///
     /// # Errors
     /// Why it did not come, and where it is.
     pub(crate) fn take_in(
         &self,
+        left: Option<LeftBehind>,
         coming: (&Arc<Host>, Incoming, &ReceiveArgs),
         feed: &Arc<Feed>,
         stops: &mut StopRequests<'_>,
     ) -> Result<(), Failure> {
         match self {
-            Self::CloudHypervisor(api) => ch::take_in(api, coming, feed, stops),
+            Self::CloudHypervisor(api) => ch::take_in(api, left, coming, feed, stops),
             Self::Firecracker(api) => fc::take_in(api, coming, feed, stops),
         }
     }

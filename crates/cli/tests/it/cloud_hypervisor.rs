@@ -2,7 +2,9 @@
 
 use crate::support::{Dir, Process, pageferry};
 use pageferry_testkit::cloud_hypervisor::{Config, Double, Quirk};
-use pageferry_testkit::wait_for;
+use pageferry_testkit::{Random, seeds, wait_for};
+use rustix::process::Signal;
+use std::time::Duration;
 
 struct Hosts {
     source: Double,
@@ -12,8 +14,19 @@ struct Hosts {
     dir: Dir,
 }
 
+fn receive(dir: &Dir, address: &str) -> Process {
+    let api = format!("ch:{}", dir.path("target").display());
+    let args = ["receive", "--for", &api, "--listen", address, "--json"];
+    Process::start(&args, dir)
+}
+
 /// Two doubles, and a `receive` that listens. The VM runs.
 fn hosts(source: Quirk, target: Quirk) -> Option<Hosts> {
+    hosts_with(4 << 20, source, target)
+}
+
+/// The same, with two regions of so many bytes.
+fn hosts_with(bytes: u64, source: Quirk, target: Quirk) -> Option<Hosts> {
     let dir = Dir::new();
     let config = |name: &str, regions: Vec<u64>, quirk| Config {
         api: dir.path(name),
@@ -22,21 +35,10 @@ fn hosts(source: Quirk, target: Quirk) -> Option<Hosts> {
         regions,
         quirk,
     };
-    let mut source = Double::start(&config("source", vec![4 << 20, 4 << 20], source))?;
+    let mut source = Double::start(&config("source", vec![bytes, bytes], source))?;
     let target = Double::start(&config("target", Vec::new(), target))?;
     source.run();
-    let api = format!("ch:{}", dir.path("target").display());
-    let receive = Process::start(
-        &[
-            "receive",
-            "--for",
-            &api,
-            "--listen",
-            "127.0.0.1:0",
-            "--json",
-        ],
-        &dir,
-    );
+    let receive = receive(&dir, "127.0.0.1:0");
     let address = receive.wait_until_said("listening on ");
     Some(Hosts {
         source,
@@ -153,4 +155,96 @@ fn a_move_can_be_watched_and_cancelled() {
     ask("cancel").assert_ok();
     migrate.end().assert_failed(9, "cancelled");
     assert_eq!(hosts.source.outcome().state, "Running");
+}
+
+/// Kills of the receiving end at seeded moments behind the hand-over. The next one goes on.
+/// `PAGEFERRY_RECEIVE_KILLS` is a range of seeds.
+#[test]
+fn a_vm_outlives_the_processes_that_bring_its_pages() {
+    for seed in seeds("PAGEFERRY_RECEIVE_KILLS", 3) {
+        let Some(hosts) = hosts_with(32 << 20, Quirk::Right, Quirk::Right) else {
+            return;
+        };
+        kill_receivers(hosts, seed);
+    }
+}
+
+fn kill_receivers(mut hosts: Hosts, seed: u64) {
+    let mut random = Random::new(seed);
+    let flags = ["--json", "--precopy-passes", "0", "--max-bandwidth", "1M"];
+    let migrate = hosts.migrate(&flags);
+    wait_for("the guest to ask for pages", || {
+        (hosts.target.status().faults > 4).then_some(())
+    });
+    for _ in 0..6 {
+        std::thread::sleep(Duration::from_micros(random.below(60_000)));
+        hosts.receive.signal(Signal::KILL);
+        wait_for("the end of the killed process", || {
+            (!hosts.receive.is_running()).then_some(())
+        });
+        hosts.receive = receive(&hosts.dir, &hosts.address);
+        hosts.receive.wait_until_said("left behind");
+    }
+    let sent = migrate.end();
+    sent.assert_ok();
+    assert!(
+        sent.json()["reconnects"].as_u64() > Some(0),
+        "seed {seed}: {sent:?}"
+    );
+    hosts.receive.end().assert_ok();
+    let status = hosts.target.verify();
+    assert_eq!(
+        (status.wrong, &status.state[..]),
+        (0, "Running"),
+        "seed {seed}: {}",
+        status.first_wrong
+    );
+    assert!(status.has_all);
+    // Nothing of ours is left beside the API socket.
+    wait_for("the end of the keeper", || {
+        let beside = std::fs::read_dir(hosts.dir.path("target").parent()?).ok()?;
+        let ours = |name: std::ffi::OsString| name.to_string_lossy().contains("pageferry-");
+        (!beside.flatten().any(|entry| ours(entry.file_name()))).then_some(())
+    });
+}
+
+/// Kills of the receiving end at seeded moments of the set-up and of the switch-over: the VM is in
+/// one process, and runs there.
+#[test]
+fn a_kill_before_the_hand_over_leaves_one_vm() {
+    let mut ends = [0, 0];
+    for seed in seeds("PAGEFERRY_RECEIVE_KILLS", 6) {
+        let Some(mut hosts) = hosts(Quirk::Right, Quirk::Right) else {
+            return;
+        };
+        let mut random = Random::new(seed);
+        let migrate = hosts.migrate(&["--json", "--precopy-passes", "0"]);
+        std::thread::sleep(Duration::from_micros(random.below(45_000)));
+        hosts.receive.signal(Signal::KILL);
+        wait_for("the end of the killed process", || {
+            (!hosts.receive.is_running()).then_some(())
+        });
+        let receive = receive(&hosts.dir, &hosts.address);
+        let sent = migrate.end();
+        let here = sent.code == Some(0);
+        ends[usize::from(here)] += 1;
+        let (runs, ends) = match here {
+            true => (&mut hosts.target, &mut hosts.source),
+            false => (&mut hosts.source, &mut hosts.target),
+        };
+        let status = runs.verify();
+        assert_eq!(
+            (status.wrong, &status.state[..]),
+            (0, "Running"),
+            "seed {seed}: {} {sent:?}",
+            status.first_wrong
+        );
+        assert_ne!(ends.status().state, "Running", "seed {seed}: {sent:?}");
+        if !here {
+            receive.interrupt();
+        }
+        let received = receive.end();
+        assert_eq!(received.code == Some(0), here, "seed {seed}: {received:?}");
+    }
+    println!("{} stayed and {} moved", ends[0], ends[1]);
 }

@@ -1,0 +1,239 @@
+//! A process that keeps the descriptors of a VM, so that the death of ours is not that of the VM.
+//!
+//! **Guarantee.** One process at a time has the VM: the keeper gives its descriptors to a second one
+//! when the first is gone. It ends when Cloud Hypervisor has closed its connection for page faults,
+//! when it is told to, and when its first process died before the VM was loaded.
+//!
+//! **Mechanism.** The keeper is a child in a session of its own. It gets the descriptors by a socket,
+//! and does nothing with them. That socket is the first process's *lease*: it ends with that
+//! process. The next one connects at a socket beside that of the API, gets the descriptors, and its
+//! connection is the lease from then on. At its end the keeper removes the files beside the API.
+
+use super::error::ChError;
+use super::kept::{STATE, is_loaded};
+use pageferry_pager::Shared;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use std::io::{self, IoSlice, IoSliceMut, Read as _, Write as _};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+/// The most descriptors: those of [`Kept`](super::kept::Kept), and a memfd for each mapping.
+const MOST: usize = super::kept::FIXED + super::wire::MAX_MAPPINGS;
+const HERE: u8 = b'k';
+const BUSY: u8 = b'b';
+const END: u8 = b'e';
+/// The longest wait for the other side.
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// The socket of the keeper of the VM at an API socket.
+pub(super) fn socket_of(api: &Path) -> PathBuf {
+    let mut path = api.as_os_str().to_owned();
+    path.push(".pageferry");
+    path.into()
+}
+
+/// The right to a VM. When its process dies, the keeper waits for the next one.
+pub(super) struct Lease(UnixStream);
+
+impl Lease {
+    /// Starts a keeper by `command`, which calls [`keep`], and gives it the descriptors.
+    pub(super) fn start(
+        command: &mut Command,
+        api: &Path,
+        meeting: &Path,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<Self, ChError> {
+        let failed = |e| ChError::io("cannot start a process that keeps the VM's descriptors", e);
+        let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+        command
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null());
+        let mut child = command.spawn().map_err(failed)?;
+        std::thread::Builder::new()
+            .name("ch-keeper".into())
+            .spawn(move || child.wait())
+            .map_err(failed)?;
+        let mut paths = socket_of(api).as_os_str().as_bytes().to_vec();
+        paths.push(0);
+        paths.extend_from_slice(meeting.as_os_str().as_bytes());
+        send(&ours, &paths, fds).map_err(failed)?;
+        ours.set_read_timeout(Some(LIMIT)).map_err(failed)?;
+        let mut answer = [0];
+        (&ours).read_exact(&mut answer).map_err(failed)?;
+        Ok(Self(ours))
+    }
+
+    /// Asks the keeper of an API socket for the descriptors. `None` if there is none.
+    pub(super) fn of(api: &Path) -> Result<Option<(Self, Vec<OwnedFd>)>, ChError> {
+        let path = socket_of(api);
+        let failed = |e| ChError::io(format!("cannot take the VM over at {}", path.display()), e);
+        let stream = match UnixStream::connect(&path) {
+            Ok(stream) => stream,
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+                ) =>
+            {
+                return Ok(None);
+            }
+            Err(e) => return Err(failed(e)),
+        };
+        check_user(&stream).map_err(failed)?;
+        stream.set_read_timeout(Some(LIMIT)).map_err(failed)?;
+        let (said, fds) = receive(&stream, 1).map_err(failed)?;
+        match said[..] {
+            [HERE] => Ok(Some((Self(stream), fds))),
+            _ => Err(failed(io::Error::other(
+                "another process of pageferry has it",
+            ))),
+        }
+    }
+
+    /// Ends the keeper. The VM then has nobody but this process.
+    pub(super) fn end(&self) {
+        let _ = (&self.0).write_all(&[END]);
+    }
+}
+
+/// Keeps the descriptors that come on standard input: the work of the child of [`Lease::start`].
+/// Returns when nobody needs them any more.
+///
+/// # Errors
+/// When standard input is no such socket, or the socket for the next process cannot be made.
+pub fn keep() -> io::Result<()> {
+    // Signals of the terminal are not for it.
+    let _ = rustix::process::setsid();
+    let lease = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let (paths, fds) = receive(&lease, 8192)?;
+    let mut paths = paths.splitn(2, |byte| *byte == 0).map(|path| {
+        let path: &Path = std::ffi::OsStr::from_bytes(path).as_ref();
+        path
+    });
+    let (Some(path), Some(meeting), [faults, shared, ..]) = (paths.next(), paths.next(), &fds[..])
+    else {
+        return Err(io::Error::other("no descriptors came"));
+    };
+    // Of a keeper that was killed.
+    let _ = std::fs::remove_file(path);
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+    (&lease).write_all(&[HERE])?;
+    let kept = wait(lease, &listener, (faults, shared), &fds);
+    let _ = std::fs::remove_file(path);
+    // The first process removes it, unless it was killed.
+    let _ = std::fs::remove_dir_all(meeting);
+    kept
+}
+
+fn wait(
+    lease: UnixStream,
+    listener: &UnixListener,
+    (faults, shared): (&OwnedFd, &OwnedFd),
+    fds: &[OwnedFd],
+) -> io::Result<()> {
+    let mut lease = Some(lease);
+    loop {
+        let mut polled = vec![
+            // The kernel reports an end always.
+            PollFd::new(faults, PollFlags::empty()),
+            PollFd::new(listener, PollFlags::IN),
+        ];
+        if let Some(lease) = &lease {
+            polled.push(PollFd::new(lease, PollFlags::IN));
+        }
+        match poll(&mut polled, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+        let [ended, asked, spoke] =
+            [0, 1, 2].map(|at| polled.get(at).is_some_and(|fd| !fd.revents().is_empty()));
+        if ended {
+            return Ok(());
+        }
+        if spoke && let Some(mut stream) = lease.take() {
+            let mut said = [0];
+            match stream.read(&mut said) {
+                Ok(1) if said == [END] => return Ok(()),
+                // Before it was loaded, the VM is at its source alone.
+                _ if !is_loaded(number(shared, STATE)?) => return Ok(()),
+                _ => {}
+            }
+        }
+        if asked {
+            let (stream, _) = listener.accept()?;
+            if check_user(&stream).is_err() {
+                continue;
+            }
+            let _ = stream.set_write_timeout(Some(LIMIT));
+            if lease.is_some() {
+                let _ = (&stream).write_all(&[BUSY]);
+                continue;
+            }
+            let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+            if send(&stream, &[HERE], &fds).is_ok() {
+                lease = Some(stream);
+            }
+        }
+    }
+}
+
+fn number(shared: &OwnedFd, index: usize) -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    rustix::io::pread(shared, &mut bytes, Shared::place_of(index))?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+/// The other side is root, or the user of this process.
+fn check_user(stream: &UnixStream) -> io::Result<()> {
+    let (other, own) = (socket_peercred(stream)?.uid, rustix::process::geteuid());
+    match other.is_root() || other == own {
+        true => Ok(()),
+        false => Err(io::Error::other("the other side is another user")),
+    }
+}
+
+fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::other(format!("more than {MOST} descriptors")));
+    }
+    let sent = rustix::net::sendmsg(
+        to,
+        &[IoSlice::new(bytes)],
+        &mut control,
+        SendFlags::NOSIGNAL,
+    );
+    match sent? {
+        all if all == bytes.len() => Ok(()),
+        _ => Err(io::ErrorKind::WriteZero.into()),
+    }
+}
+
+/// Receives one message of at most `most` bytes, and its descriptors.
+fn receive(from: &UnixStream, most: usize) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut bytes = vec![0; most];
+    let parts = &mut [IoSliceMut::new(&mut bytes)];
+    let got = rustix::net::recvmsg(from, parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(some) = message {
+            fds.extend(some);
+        }
+    }
+    bytes.truncate(got.bytes);
+    Ok((bytes, fds))
+}
