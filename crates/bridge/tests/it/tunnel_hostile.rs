@@ -258,6 +258,30 @@ fn a_host_of_another_authority_is_not_trusted() {
     assert!(matches!(end, Err(Failure::Untrusted(_))), "{end:?}");
 }
 
+/// As when a certificate is about to expire: files are replaced, and no tunnel is started again.
+#[test]
+fn renewed_certificates_are_used_for_the_next_connection() {
+    let old = Authority::new("old").issue(&["other"], Validity::Now);
+    let authority = Authority::new("new");
+    let new = authority.issue(&["other"], Validity::Now);
+    let scene = Scene::with(&with_tls(&new), &with_tls(&old), |far| far);
+    let stream = scene.open();
+    let (end, _) = scene.near_log.end(1);
+    assert!(matches!(end, Err(Failure::Untrusted(_))), "{end:?}");
+    drop(stream);
+    // Half of a change does not serve, and the files of before stay in use.
+    old.write("key.pem", &new.read("key.pem"));
+    let why = scene.far.read_certificates().unwrap_err().to_string();
+    assert!(why.contains("key.pem"), "{why}");
+    old.write("cert.pem", &new.read("cert.pem"));
+    old.write("ca.pem", &new.read("ca.pem"));
+    scene.far.read_certificates().unwrap();
+    let pair = scene.pair();
+    exchange(&pair, 6, (1 << 20, 1 << 20));
+    drop(pair);
+    assert_eq!(scene.near_log.end(2).0, Ok(()));
+}
+
 #[test]
 fn a_socket_that_is_taken_is_told() {
     let scratch = Scratch::new();

@@ -25,7 +25,11 @@ use serde_json::json;
 use service::TunnelService;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 pub(crate) use text::{line, table};
+
+/// The time after which the files of certificates are read again.
+const RENEW: Duration = Duration::from_secs(60);
 
 /// One end of a tunnel.
 enum End {
@@ -52,6 +56,15 @@ impl End {
         match self {
             Self::Near(near) => near.cancel(),
             Self::Far(far) => far.cancel(),
+        }
+    }
+
+    /// Reads the certificates of a far end again. A near end does so for each connection.
+    fn renew(&self) {
+        if let Self::Far(far) = self
+            && let Err(why) = far.read_certificates()
+        {
+            tracing::warn!("the certificates of before stay in use: {why}");
         }
     }
 
@@ -203,8 +216,13 @@ fn serve(
     interrupts: &Interrupts,
 ) -> Result<(), Failure> {
     let mut watchdog = manager::Watchdog::new();
+    let mut renewed = Instant::now();
     let mut asked = 0;
     loop {
+        if renewed.elapsed() >= RENEW {
+            renewed = Instant::now();
+            end.renew();
+        }
         match ended.recv_timeout(Interrupts::POLL) {
             Ok(ended) => {
                 show(args, &ended);
