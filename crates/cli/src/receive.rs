@@ -76,9 +76,9 @@ pub(crate) fn receive(
     feed.measure(move || Rates::of(&there.upgrade()?.status()));
     let mut console: Option<Shown> = None;
     let notes = Notes::default();
+    let left = args.for_vmm.as_ref().map(Vmm::left_behind).transpose()?;
+    let mut left = left.flatten();
     loop {
-        let left = args.for_vmm.as_ref().map(Vmm::left_behind).transpose()?;
-        let left = left.flatten();
         let incoming = match &left {
             Some(left) => {
                 output::note("going on with the VM that an earlier `receive` left behind");
@@ -93,7 +93,7 @@ pub(crate) fn receive(
         let display = args.child_of.is_none().then(|| Display::start(&feed));
         let mut stops = StopRequests::new(interrupts, Some(&host));
         if let Some(vmm) = &args.for_vmm {
-            let taken = vmm.take_in(left, (&host, incoming, args), &feed, &mut stops);
+            let taken = vmm.take_in(left.take(), (&host, incoming, args), &feed, &mut stops);
             if let Some(display) = display {
                 display.finish();
             }

@@ -40,6 +40,7 @@ mod ledger;
 mod limits;
 mod mailbox;
 mod nap;
+mod orphan;
 mod outbox;
 mod phase;
 mod protocol_error;
@@ -66,7 +67,7 @@ pub use clock::monotonic;
 pub use cpus::{CpuList, CpuListError};
 pub use destination::{
     Destination, DestinationConfig, DestinationFailure, DestinationVm, FAULT_SPIN, Incoming, Offer,
-    Orphan, Resolver, new_histogram,
+    Resolver, new_histogram,
 };
 pub use error::MigrationError;
 pub use handshake::{HandshakeError, PlainPolicy, Stranger, StrangerError};
@@ -75,6 +76,7 @@ pub use ledger::{ReceiptError, TakesBack};
 pub use limits::Limits;
 pub use mailbox::Mailbox;
 pub use nap::sleep_on;
+pub use orphan::Orphan;
 pub use pageferry_tls::read_regular_file;
 pub use phase::{Observer, Phase, Unobserved};
 pub use protocol_error::ProtocolError;
@@ -87,7 +89,7 @@ pub use saved::{MAX_SAVED_BYTES, SavedVm, Stopped};
 pub use settings::{Change, Settings, SettingsError, Switch};
 pub use source::{
     Checked, Connect, Governor, Route, SourceConfig, SourceFailure, SourceSession, SourceVm,
-    Tracking, URGENT_SPIN, check, migrate,
+    Tracking, URGENT_SPIN, check, go_on, migrate,
 };
 pub use status::SessionStatus;
 pub use vm::RunningVm;

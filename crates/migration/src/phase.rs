@@ -65,6 +65,13 @@ pub trait Observer: Send + Sync {
         let _ = (done, total);
     }
 
+    /// The source is about to hand the VM over: right after this, it sends `Go`. `record` and
+    /// `missing`, the number of missing pages, let another process [go on](crate::go_on) if this one
+    /// dies. The record has the session's secret. The guest stands still meanwhile.
+    fn handing_over(&self, record: &[u8], missing: u64) {
+        let _ = (record, missing);
+    }
+
     /// The source has to say something to people: one sentence.
     fn note(&self, text: &str) {
         let _ = text;

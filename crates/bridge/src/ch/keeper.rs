@@ -1,8 +1,9 @@
 //! A process that keeps the descriptors of a VM, so that the death of ours is not that of the VM.
 //!
 //! **Guarantee.** One process at a time has the VM: the keeper gives its descriptors to a second one
-//! when the first is gone. It ends when Cloud Hypervisor has closed its connection for page faults,
-//! when it is told to, and when its first process died before the VM was loaded.
+//! when the first is gone. It ends when it is told to, and when its first process died before there
+//! was something to keep. At a destination it also ends when Cloud Hypervisor has closed its
+//! connection for page faults.
 //!
 //! **Mechanism.** The keeper is a child in a session of its own. It gets the descriptors by a socket,
 //! and does nothing with them. That socket is the first process's *lease*: it ends with that
@@ -10,7 +11,7 @@
 //! connection is the lease from then on. At its end the keeper removes the files beside the API.
 
 use super::error::ChError;
-use super::kept::{STATE, is_loaded};
+use super::kept::{STATE, is_kept};
 use pageferry_pager::Shared;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::socket_peercred;
@@ -29,11 +30,18 @@ use std::time::Duration;
 
 /// The most descriptors: those of [`Kept`](super::kept::Kept), and a memfd for each mapping.
 const MOST: usize = super::kept::FIXED + super::wire::MAX_MAPPINGS;
-const HERE: u8 = b'k';
 const BUSY: u8 = b'b';
 const END: u8 = b'e';
 /// The longest wait for the other side.
 const LIMIT: Duration = Duration::from_secs(5);
+
+/// The end of a move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum End {
+    Source = b's',
+    Destination = b'd',
+}
 
 /// The socket of the keeper of the VM at an API socket.
 pub(super) fn socket_of(api: &Path) -> PathBuf {
@@ -46,9 +54,11 @@ pub(super) fn socket_of(api: &Path) -> PathBuf {
 pub(super) struct Lease(UnixStream);
 
 impl Lease {
-    /// Starts a keeper by `command`, which calls [`keep`], and gives it the descriptors.
+    /// Starts a keeper by `command`, which calls [`keep`], and gives it the descriptors. The first
+    /// is the connection to Cloud Hypervisor, the second the file of [`Shared`].
     pub(super) fn start(
         command: &mut Command,
+        end: End,
         api: &Path,
         meeting: &Path,
         fds: &[BorrowedFd<'_>],
@@ -63,10 +73,11 @@ impl Lease {
             .name("ch-keeper".into())
             .spawn(move || child.wait())
             .map_err(failed)?;
-        let mut paths = socket_of(api).as_os_str().as_bytes().to_vec();
-        paths.push(0);
-        paths.extend_from_slice(meeting.as_os_str().as_bytes());
-        send(&ours, &paths, fds).map_err(failed)?;
+        let mut said = vec![end as u8];
+        said.extend_from_slice(socket_of(api).as_os_str().as_bytes());
+        said.push(0);
+        said.extend_from_slice(meeting.as_os_str().as_bytes());
+        send(&ours, &said, fds).map_err(failed)?;
         ours.set_read_timeout(Some(LIMIT)).map_err(failed)?;
         let mut answer = [0];
         (&ours).read_exact(&mut answer).map_err(failed)?;
@@ -74,7 +85,7 @@ impl Lease {
     }
 
     /// Asks the keeper of an API socket for the descriptors. `None` if there is none.
-    pub(super) fn of(api: &Path) -> Result<Option<(Self, Vec<OwnedFd>)>, ChError> {
+    pub(super) fn of(api: &Path, end: End) -> Result<Option<(Self, Vec<OwnedFd>)>, ChError> {
         let path = socket_of(api);
         let failed = |e| ChError::io(format!("cannot take the VM over at {}", path.display()), e);
         let stream = match UnixStream::connect(&path) {
@@ -91,13 +102,19 @@ impl Lease {
         };
         check_user(&stream).map_err(failed)?;
         stream.set_read_timeout(Some(LIMIT)).map_err(failed)?;
-        let (said, fds) = receive(&stream, 1).map_err(failed)?;
-        match said[..] {
-            [HERE] => Ok(Some((Self(stream), fds))),
-            _ => Err(failed(io::Error::other(
-                "another process of pageferry has it",
-            ))),
-        }
+        let (said, fds) = match receive(&stream, 1) {
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+            received => received.map_err(failed)?,
+        };
+        let why = match said[..] {
+            // A keeper that ends just now.
+            [] => return Ok(None),
+            [here] if here == end as u8 => return Ok(Some((Self(stream), fds))),
+            [BUSY] => "another process of pageferry has it",
+            _ if end == End::Source => "it arrives here: start `pageferry receive` again",
+            _ => "it leaves from here: start `pageferry migrate` again",
+        };
+        Err(failed(io::Error::other(why)))
     }
 
     /// Ends the keeper. The VM then has nobody but this process.
@@ -115,12 +132,13 @@ pub fn keep() -> io::Result<()> {
     // Signals of the terminal are not for it.
     let _ = rustix::process::setsid();
     let lease = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
-    let (paths, fds) = receive(&lease, 8192)?;
+    let (said, fds) = receive(&lease, 8192)?;
+    let (end, paths) = said.split_first().ok_or(io::ErrorKind::UnexpectedEof)?;
     let mut paths = paths.splitn(2, |byte| *byte == 0).map(|path| {
         let path: &Path = std::ffi::OsStr::from_bytes(path).as_ref();
         path
     });
-    let (Some(path), Some(meeting), [faults, shared, ..]) = (paths.next(), paths.next(), &fds[..])
+    let (Some(path), Some(meeting), [link, shared, ..]) = (paths.next(), paths.next(), &fds[..])
     else {
         return Err(io::Error::other("no descriptors came"));
     };
@@ -128,8 +146,10 @@ pub fn keep() -> io::Result<()> {
     let _ = std::fs::remove_file(path);
     let listener = UnixListener::bind(path)?;
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
-    (&lease).write_all(&[HERE])?;
-    let kept = wait(lease, &listener, (faults, shared), &fds);
+    (&lease).write_all(&[*end])?;
+    // A Cloud Hypervisor that a VM has left ends, and its memory must not.
+    let ends_with = (*end == End::Destination as u8).then_some(link);
+    let kept = wait(lease, &listener, (ends_with, shared), &fds, *end);
     let _ = std::fs::remove_file(path);
     // The first process removes it, unless it was killed.
     let _ = std::fs::remove_dir_all(meeting);
@@ -139,14 +159,15 @@ pub fn keep() -> io::Result<()> {
 fn wait(
     lease: UnixStream,
     listener: &UnixListener,
-    (faults, shared): (&OwnedFd, &OwnedFd),
+    (ends_with, shared): (Option<&OwnedFd>, &OwnedFd),
     fds: &[OwnedFd],
+    end: u8,
 ) -> io::Result<()> {
     let mut lease = Some(lease);
     loop {
         let mut polled = vec![
             // The kernel reports an end always.
-            PollFd::new(faults, PollFlags::empty()),
+            PollFd::new(ends_with.unwrap_or(shared), PollFlags::empty()),
             PollFd::new(listener, PollFlags::IN),
         ];
         if let Some(lease) = &lease {
@@ -165,8 +186,8 @@ fn wait(
             let mut said = [0];
             match stream.read(&mut said) {
                 Ok(1) if said == [END] => return Ok(()),
-                // Before it was loaded, the VM is at its source alone.
-                _ if !is_loaded(number(shared, STATE)?) => return Ok(()),
+                // Until then, the VM is at its source, and runs there.
+                _ if !is_kept(number(shared, STATE)?) => return Ok(()),
                 _ => {}
             }
         }
@@ -181,7 +202,7 @@ fn wait(
                 continue;
             }
             let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-            if send(&stream, &[HERE], &fds).is_ok() {
+            if send(&stream, &[end], &fds).is_ok() {
                 lease = Some(stream);
             }
         }

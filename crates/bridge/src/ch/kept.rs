@@ -26,7 +26,7 @@
 //! too.
 
 use super::error::ChError;
-use super::keeper::Lease;
+use super::keeper::{End, Lease};
 use super::link::Link;
 use super::wire::{HEADER_BYTES, Request, Status};
 use pageferry_addr::RamPage;
@@ -56,9 +56,9 @@ const ASKED: usize = 1;
 const LOADED: u64 = 1;
 const HANDED_OVER: u64 = 2;
 
-/// A VM that is loaded outlives our process.
-pub(super) const fn is_loaded(state: u64) -> bool {
-    state >= LOADED
+/// A VM that is loaded here, or handed over from here, outlives our process.
+pub(super) const fn is_kept(state: u64) -> bool {
+    state != 0
 }
 
 /// The progress of the main connection, behind State.
@@ -90,13 +90,13 @@ pub(super) struct Kept {
     lease: Option<Lease>,
 }
 
-fn memfd(name: &str) -> Result<File, ChError> {
+pub(super) fn memfd(name: &str) -> Result<File, ChError> {
     let made = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC);
     let made = made.map_err(|e| ChError::io("cannot make a file in memory", e))?;
     Ok(made.into())
 }
 
-fn map_failed(e: std::io::Error) -> ChError {
+pub(super) fn map_failed(e: std::io::Error) -> ChError {
     ChError::io("cannot map the state of the VM's pages", e)
 }
 
@@ -285,7 +285,7 @@ pub(super) struct Found {
 impl Found {
     /// The VM of the process at an API socket, if it was left behind.
     pub(super) fn at(api: &std::path::Path) -> Result<Option<Self>, ChError> {
-        let Some((lease, mut fds)) = Lease::of(api)? else {
+        let Some((lease, mut fds)) = Lease::of(api, End::Destination)? else {
             return Ok(None);
         };
         let bad = |why: String| ChError::Kept(why);
@@ -328,7 +328,7 @@ impl Found {
 /// The longest record of a session.
 const MAX_RECORD: u64 = 1 << 20;
 
-fn read_record(file: &File) -> Result<Vec<u8>, ChError> {
+pub(super) fn read_record(file: &File) -> Result<Vec<u8>, ChError> {
     use std::os::unix::fs::FileExt as _;
     let failed = |e| ChError::io("cannot read the record of the session", e);
     let length = file.metadata().map_err(failed)?.len();

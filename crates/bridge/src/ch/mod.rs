@@ -18,11 +18,12 @@
 //! | the receiving process, before `Go` | runs, or stays paused, as it was | none |
 //! | the receiving process, behind `Go` | handed over: ended, or paused with `preserve` | ends with it |
 //! | our process at the source, before `Go` | runs, or stays paused, as it was | discarded |
-//! | our process at the source, behind `Go` | handed over: ended, or paused with `preserve` | waits for pages that never come |
+//! | our process at the source, behind `Go` | handed over: ended, or paused with `preserve` | waits for its pages, until the next process goes on |
 //! | our process at the destination, behind `Go` | as the line above | waits for its pages, until the next process takes it over |
 //!
-//! Between `Go` and the answer to Complete lies a moment. A source process of ours that is killed
-//! in it makes Cloud Hypervisor run its VM again, while the destination runs it too.
+//! The last two lines need a keeper ([`keep`]). Without one, the VM ends, or its pages never come. And
+//! a source process that is killed between `Go` and the answer to Complete then makes Cloud Hypervisor
+//! run its VM again, while the destination runs it too.
 //!
 //! **Neighbours.** Below: `migration`. Verified against a double of Cloud Hypervisor only
 //! (`testkit`).
@@ -32,6 +33,7 @@ mod destination;
 mod error;
 mod keeper;
 mod kept;
+mod left;
 mod link;
 mod receiver;
 mod source;

@@ -13,7 +13,7 @@
 
 use super::api::{Api, Call, Meeting, until};
 use super::error::ChError;
-use super::keeper::Lease;
+use super::keeper::{End, Lease};
 use super::kept::{FIXED, Found, Kept};
 use super::link::{Limit, Link};
 use super::wire::{self, Command as VmmCommand, FAULT_CONNECTION, Mapping, Range};
@@ -147,7 +147,13 @@ impl Receiver {
             let mut all: Vec<BorrowedFd<'_>> = kept.descriptors(links).into();
             debug_assert_eq!(all.len(), FIXED);
             all.extend(fds.iter().map(AsFd::as_fd));
-            let lease = Lease::start(command, api.path(), &meeting.directory, &all)?;
+            let lease = Lease::start(
+                command,
+                End::Destination,
+                api.path(),
+                &meeting.directory,
+                &all,
+            )?;
             kept.keep(lease);
         }
         Ok(Self {

@@ -14,6 +14,7 @@
 
 use super::api::{Api, Call, Meeting, until};
 use super::error::ChError;
+use super::left::{FoundMove, Left};
 use super::link::{Limit, Link};
 use super::wire::{self, Command, Status};
 use super::{KIND, STATE_DEVICE, STATE_VERSION, VM_PAUSED, VM_RUNS};
@@ -23,15 +24,16 @@ use pageferry_machine::{
     PauseReport, VcpuState, Vcpus,
 };
 use pageferry_migration::{
-    Observer, Phase, Route, RunningVm, SourceConfig, SourceFailure, SourceReport, SourceSession,
-    SourceVm, migrate,
+    Observer, Orphan, Phase, Route, RunningVm, SourceConfig, SourceFailure, SourceReport,
+    SourceSession, SourceVm, go_on, migrate,
 };
 use pageferry_userfault::PageBitmap;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command as ProcessCommand;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -46,13 +48,16 @@ const STEP_LIMIT: Duration = Duration::from_secs(30);
 const WATCH: Duration = Duration::from_millis(50);
 
 /// The choices for a Cloud Hypervisor that a VM leaves.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct SourceOptions {
     /// Its API socket.
     pub api: PathBuf,
     /// Whether its VM stays there, paused, when it has moved (`preserve_source`, newer than v53).
     /// It then keeps its locks of disks, which the destination may need.
     pub preserve: bool,
+    /// The command of a program that calls [`keep`](super::keep) at once. With it, the move outlives
+    /// this process, from the hand-over on. Its standard input and output are set.
+    pub keeper: Option<ProcessCommand>,
 }
 
 /// A failed move, seen from the source.
@@ -86,17 +91,23 @@ pub enum SourceError {
 pub struct Source {
     vmm: Arc<Vmm>,
     config: Vec<u8>,
+    /// The move that another process has handed over.
+    orphan: Option<Orphan>,
     machine: Arc<dyn Machine>,
     devices: [Arc<dyn Device>; 1],
 }
 
 impl Source {
-    /// Makes Cloud Hypervisor send its VM, and takes its memory. The VM runs meanwhile.
+    /// Makes Cloud Hypervisor send its VM, and takes its memory. The VM runs meanwhile. If another
+    /// process has handed the VM over, and died, this is that move.
     ///
     /// # Errors
     /// When the process cannot be reached, sends something else, or its memory cannot move. The VM
     /// is as it was.
-    pub fn take(options: &SourceOptions, stop: &dyn Fn() -> bool) -> Result<Self, ChError> {
+    pub fn take(options: &mut SourceOptions, stop: &dyn Fn() -> bool) -> Result<Self, ChError> {
+        if let Some(found) = FoundMove::at(&options.api)? {
+            return Self::found(&options.api, found);
+        }
         let api = Api::new(&options.api);
         let runs = api.vm_runs(STEP_LIMIT)?;
         let meeting = Meeting::beside(api.path())?;
@@ -117,7 +128,14 @@ impl Source {
             }
         })?;
         let link = Link::new(stream)?;
-        let (config, ram) = receive_vm(&link, stop).inspect_err(|_| refuse(&link))?;
+        let taken = receive_vm(&link, stop).and_then(|(config, ram, fds)| {
+            let mut left = Left::new(runs, options.preserve)?;
+            if let Some(command) = &mut options.keeper {
+                left.keep(command, (api.path(), &meeting.directory), &link, &fds)?;
+            }
+            Ok((config, ram, left))
+        });
+        let (config, ram, left) = taken.inspect_err(|_| refuse(&link))?;
         info!(
             bytes = ram.layout().bytes(),
             runs, "Cloud Hypervisor offers its VM"
@@ -132,15 +150,70 @@ impl Source {
                 not_resumed: None,
             }),
             api,
-            preserves: options.preserve,
-            _call: call,
+            left,
+            _call: Some(call),
         });
         Ok(Self {
             config,
+            orphan: None,
             machine: Arc::clone(&vmm) as _,
             devices: [Arc::clone(&vmm) as _],
             vmm,
         })
+    }
+
+    /// The move of another process.
+    fn found(api: &Path, found: FoundMove) -> Result<Self, ChError> {
+        let FoundMove {
+            left,
+            orphan,
+            link,
+            ram,
+        } = found;
+        let config = orphan.offer().guest;
+        let mappings = wire::mappings(&config)?;
+        if mappings.len() != ram.len() {
+            let (memfds, regions) = (ram.len(), mappings.len());
+            return Err(ChError::Kept(format!(
+                "{memfds} memfds, expected {regions}"
+            )));
+        }
+        let slots = mappings.iter().map(|mapping| mapping.slot);
+        let (ram, _) = memory(&mappings, slots.zip(ram).collect())?;
+        let now = Instant::now();
+        let stage = match left.is_released() {
+            true => Stage::Released,
+            false => Stage::Paused {
+                state: Vec::new(),
+                at: (now, now),
+            },
+        };
+        let vmm = Arc::new(Vmm {
+            ram: Arc::new(ram),
+            was_running: !orphan.paused,
+            hold: Mutex::new(Hold {
+                link,
+                stage,
+                departed: None,
+                not_resumed: None,
+            }),
+            api: Api::new(api),
+            left,
+            _call: None,
+        });
+        Ok(Self {
+            config,
+            orphan: Some(orphan),
+            machine: Arc::clone(&vmm) as _,
+            devices: [Arc::clone(&vmm) as _],
+            vmm,
+        })
+    }
+
+    /// Whether this is the move of a process that died behind the hand-over.
+    #[must_use]
+    pub fn goes_on(&self) -> bool {
+        self.orphan.is_some()
     }
 
     /// The size of RAM in bytes.
@@ -184,9 +257,13 @@ impl Source {
             });
             let observer = Releasing {
                 observer,
+                left: &self.vmm.left,
                 release: Mutex::new(Some(release)),
             };
-            migrate(&vm, route, &self.config, config, session, &observer)
+            match &self.orphan {
+                Some(orphan) => go_on(&vm, route, orphan, config, session, &observer),
+                None => migrate(&vm, route, &self.config, config, session, &observer),
+            }
         });
         let failure = match outcome {
             Ok(report) => return Ok(report),
@@ -205,7 +282,7 @@ impl Source {
                 failure,
                 why: why.into(),
             },
-            None if !self.vmm.preserves => SourceError::Ended(failure),
+            None if !self.vmm.left.preserves() => SourceError::Ended(failure),
             None => SourceError::Migration(failure),
         })
     }
@@ -236,6 +313,7 @@ impl Drop for SetOnDrop<'_> {
 /// Says when the VM is handed over.
 struct Releasing<'a> {
     observer: &'a dyn Observer,
+    left: &'a Left,
     release: Mutex<Option<Sender<()>>>,
 }
 
@@ -255,6 +333,9 @@ impl Observer for Releasing<'_> {
     fn allocated(&self, done: u64, total: u64) {
         self.observer.allocated(done, total);
     }
+    fn handing_over(&self, record: &[u8], missing: u64) {
+        self.left.hand_over(record, missing);
+    }
     fn note(&self, text: &str) {
         self.observer.note(text);
     }
@@ -267,7 +348,10 @@ fn refuse(link: &Link) {
 }
 
 /// Receives all up to Config, which is not answered.
-fn receive_vm(link: &Link, stop: &dyn Fn() -> bool) -> Result<(Vec<u8>, GuestRam), ChError> {
+fn receive_vm(
+    link: &Link,
+    stop: &dyn Fn() -> bool,
+) -> Result<(Vec<u8>, GuestRam, Vec<OwnedFd>), ChError> {
     let limit = Limit::new(STEP_LIMIT);
     let mut fds: HashMap<u32, OwnedFd> = HashMap::new();
     let mut started = false;
@@ -294,8 +378,8 @@ fn receive_vm(link: &Link, stop: &dyn Fn() -> bool) -> Result<(Vec<u8>, GuestRam
             Command::Memory => return Err(ChError::NotShared),
             Command::Config if started => {
                 let config = link.payload(request, "send its Config", limit)?;
-                let ram = memory(&wire::mappings(&config)?, fds)?;
-                return Ok((config, ram));
+                let (ram, fds) = memory(&wire::mappings(&config)?, fds)?;
+                return Ok((config, ram, fds));
             }
             Command::Abandon => return Err(ChError::Abandoned),
             other => {
@@ -312,8 +396,11 @@ fn receive_vm(link: &Link, stop: &dyn Fn() -> bool) -> Result<(Vec<u8>, GuestRam
     }
 }
 
-/// Makes guest memory of the memfds of a VM.
-fn memory(mappings: &[wire::Mapping], mut fds: HashMap<u32, OwnedFd>) -> Result<GuestRam, ChError> {
+/// Makes guest memory of the memfds of a VM. Returns these in the order of its mappings, too.
+fn memory(
+    mappings: &[wire::Mapping],
+    mut fds: HashMap<u32, OwnedFd>,
+) -> Result<(GuestRam, Vec<OwnedFd>), ChError> {
     if fds.is_empty() {
         return Err(ChError::NotShared);
     }
@@ -322,10 +409,13 @@ fn memory(mappings: &[wire::Mapping], mut fds: HashMap<u32, OwnedFd>) -> Result<
         why: why.into(),
     };
     let mut regions = Vec::with_capacity(mappings.len());
+    let mut kept = Vec::with_capacity(mappings.len());
     for mapping in mappings {
         let slot = mapping.slot;
         let fd = fds.remove(&slot);
         let fd = fd.ok_or_else(|| refused(slot, "it did not come, and Config maps it"))?;
+        let clone = fd.try_clone();
+        kept.push(clone.map_err(|e| ChError::io("cannot clone a memfd", e))?);
         let region = AdoptedRegion::new(Gpa(mapping.gpa), mapping.size, fd, mapping.file_offset);
         // Its memfds cannot be sealed.
         regions.push(region.keeps_size());
@@ -340,7 +430,7 @@ fn memory(mappings: &[wire::Mapping], mut fds: HashMap<u32, OwnedFd>) -> Result<
         let why = "huge pages of a pool cannot move yet: start the VM with hugepages=off";
         return Err(refused(mappings[0].slot, why));
     }
-    Ok(ram)
+    Ok((ram, kept))
 }
 
 /// A Cloud Hypervisor whose VM moves: the machine, its vCPUs and its one device.
@@ -349,9 +439,9 @@ struct Vmm {
     was_running: bool,
     hold: Mutex<Hold>,
     api: Api,
-    preserves: bool,
+    left: Left,
     /// The wait for the answer to `vm.send-migration`.
-    _call: Call,
+    _call: Option<Call>,
 }
 
 /// How far Cloud Hypervisor has come.
@@ -452,12 +542,17 @@ impl Vmm {
         }
         match hold.release() {
             Ok(()) => info!("Cloud Hypervisor has handed its VM over"),
+            // It had its answers from a process that died before it could note that.
+            Err(ChError::Closed(_)) if self.left.was_handed_over() => {
+                info!("Cloud Hypervisor has ended");
+            }
             // Without its process there is no VM either. If it lives, it may have an own opinion.
             Err(error) => {
                 error!(%error, "the VM runs at the destination; see that it does not run here");
             }
         }
         hold.stage = Stage::Released;
+        self.left.release();
     }
 
     /// Cancels the migration when Cloud Hypervisor gives up while it waits for us.
@@ -548,7 +643,7 @@ impl Vcpus for Vmm {
         let mut hold = self.hold();
         if matches!(hold.stage, Stage::Released) {
             // An operator takes the VM back. It is there only if it was preserved.
-            let resumed = match self.preserves {
+            let resumed = match self.left.preserves() {
                 true => self.api.call("vm.resume", Some(""), STEP_LIMIT).map(drop),
                 false => Err(ChError::VmState("gone".into())),
             };

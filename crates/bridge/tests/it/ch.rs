@@ -86,6 +86,7 @@ pub(crate) fn options(directory: &Directory, preserve: bool) -> SourceOptions {
     SourceOptions {
         api: directory.join("source"),
         preserve,
+        keeper: None,
     }
 }
 
@@ -142,6 +143,7 @@ impl Hosts {
         SourceOptions {
             api: self.directory.join("target"),
             preserve: false,
+            keeper: None,
         }
     }
 
@@ -167,7 +169,7 @@ impl Hosts {
     pub(crate) fn send(&self, route: &Route) -> Result<SourceReport, SourceError> {
         let began = Instant::now();
         let late = || began.elapsed() > LIMIT;
-        let source = Source::take(&options(&self.directory, false), &late).unwrap();
+        let source = Source::take(&mut options(&self.directory, false), &late).unwrap();
         source.migrate(
             route,
             &source_config(self.switch),
@@ -187,7 +189,7 @@ impl Hosts {
         let late = || began.elapsed() > LIMIT;
         let over = AtomicBool::new(false);
         let (session, destination) = (&self.session, &self.destination);
-        let taken = Source::take(&options(&self.directory, self.preserve), &late);
+        let taken = Source::take(&mut options(&self.directory, self.preserve), &late);
         let source = taken.unwrap();
         let mut target = ReceiverOptions {
             api: self.directory.join("target"),

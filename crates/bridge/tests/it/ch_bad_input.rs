@@ -5,7 +5,7 @@ use pageferry_bridge::ch::{ChError, Source, SourceOptions};
 use pageferry_testkit::cloud_hypervisor::Quirk;
 
 fn take(directory: &Directory) -> Result<Source, ChError> {
-    Source::take(&options(directory, false), &|| false)
+    Source::take(&mut options(directory, false), &|| false)
 }
 
 #[test]
@@ -74,9 +74,10 @@ fn sockets_without_an_api_are_refused() {
     let options = |name: &str| SourceOptions {
         api: directory.join(name),
         preserve: false,
+        keeper: None,
     };
     let refused = |name: &str| {
-        let error = Source::take(&options(name), &|| false).err();
+        let error = Source::take(&mut options(name), &|| false).err();
         error.map(|error| error.to_string()).unwrap_or_default()
     };
     assert!(
@@ -106,7 +107,7 @@ fn a_process_without_a_vm_has_none_to_send() {
     let Some(hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
         return;
     };
-    let error = Source::take(&hosts.target_as_source(), &|| false).err();
+    let error = Source::take(&mut hosts.target_as_source(), &|| false).err();
     let error = error.map(|error| error.to_string()).unwrap_or_default();
     assert_eq!(error, "the VM is None: expected Running or Paused");
 }

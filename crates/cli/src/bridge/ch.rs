@@ -74,20 +74,25 @@ pub(super) fn migrate(
     args: &MigrateArgs,
     interrupts: &Interrupts,
 ) -> Result<(), Failure> {
-    let given = SourceOptions {
+    let mut given = SourceOptions {
         api: api.to_owned(),
         preserve: args.preserve_source,
+        keeper: keeper(),
     };
     moves::migrate(&NAMES, args, interrupts, |stop| {
-        Source::take(&given, stop).map_err(|why| of_source(why.into()))
+        let source = Source::take(&mut given, stop).map_err(|why| of_source(why.into()))?;
+        if source.goes_on() {
+            output::note("going on with the move that an earlier `migrate` left behind");
+        }
+        Ok(source)
     })
 }
 
-/// The command of a process that keeps the VM's descriptors.
+/// The command of a process that keeps a VM's descriptors.
 fn keeper() -> Option<Command> {
     let program = std::env::current_exe().ok().filter(|path| path.exists());
     let Some(program) = program else {
-        output::note("this program is not at its path any more: if it dies, the VM ends with it");
+        output::note("this program is not at its path any more: if it dies, so may the VM");
         return None;
     };
     let mut command = Command::new(program);

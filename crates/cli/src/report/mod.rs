@@ -191,10 +191,12 @@ impl Report {
         }
     }
 
-    /// The blackout; `None` for a VM that was paused. With both halves (one host, one clock) the
-    /// time between the two ends; otherwise the source's bound.
+    /// The blackout; `None` for a VM that was paused, and for one that another process has handed
+    /// over. With both halves (one host, one clock) the time between the two ends; otherwise the
+    /// source's bound.
     pub(crate) fn blackout(&self) -> Option<Blackout> {
         let sent = self.sent.as_ref().filter(|_| !self.paused())?;
+        let sent = Some(sent).filter(|sent| sent.last_stop_ns > 0)?;
         let (end, kind) = match self
             .received
             .as_ref()

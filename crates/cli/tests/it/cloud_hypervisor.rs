@@ -16,7 +16,8 @@ struct Hosts {
 
 fn receive(dir: &Dir, address: &str) -> Process {
     let api = format!("ch:{}", dir.path("target").display());
-    let args = ["receive", "--for", &api, "--listen", address, "--json"];
+    let listen = ["--listen", address, "--give-up-after", "5s", "--json"];
+    let args = [&["receive", "--for", &api][..], &listen].concat();
     Process::start(&args, dir)
 }
 
@@ -149,9 +150,9 @@ fn a_move_can_be_watched_and_cancelled() {
     let name = format!("ch-{}", migrate.pid());
     let ask = |command: &str| Process::start(&[command, "--vm", &name], &hosts.dir).end();
     let status = wait_for("its control socket", || {
-        Some(ask("status")).filter(|ended| ended.code == Some(0))
+        Some(ask("status")).filter(|ended| ended.stdout.contains("leaving"))
     });
-    assert!(status.stdout.contains("leaving"), "{status:?}");
+    assert_eq!(status.code, Some(0), "{status:?}");
     ask("cancel").assert_ok();
     migrate.end().assert_failed(9, "cancelled");
     assert_eq!(hosts.source.outcome().state, "Running");
@@ -247,4 +248,71 @@ fn a_kill_before_the_hand_over_leaves_one_vm() {
         assert_eq!(received.code == Some(0), here, "seed {seed}: {received:?}");
     }
     println!("{} stayed and {} moved", ends[0], ends[1]);
+}
+
+/// Kills of the sending end at seeded moments. The next one goes on behind the hand-over, and begins
+/// anew before it. The VM runs in one process at a time.
+#[test]
+fn a_move_outlives_the_processes_that_send_its_pages() {
+    let mut went_on = 0;
+    for seed in seeds("PAGEFERRY_RECEIVE_KILLS", 4) {
+        let Some(hosts) = hosts_with(32 << 20, Quirk::Right, Quirk::Right) else {
+            return;
+        };
+        went_on += kill_senders(hosts, seed);
+    }
+    println!("{went_on} processes went on with a move");
+    assert!(went_on > 0);
+}
+
+/// Returns how many processes went on with the move of another one.
+fn kill_senders(mut hosts: Hosts, seed: u64) -> u64 {
+    let mut random = Random::new(seed);
+    let flags = ["--json", "--precopy-passes", "0", "--max-bandwidth", "1M"];
+    let mut went_on = 0;
+    let mut kill = |hosts: &mut Hosts, behind: &str, until: u64| {
+        let mut migrate = hosts.migrate(&flags);
+        wait_for(behind, || {
+            let said = migrate.said_on_stderr().contains(behind);
+            (said || !migrate.is_running()).then_some(())
+        });
+        std::thread::sleep(Duration::from_micros(random.below(until)));
+        if migrate.is_running() {
+            migrate.signal(Signal::KILL);
+        }
+        wait_for("the end of the killed process", || {
+            (!migrate.is_running()).then_some(())
+        });
+        went_on += u64::from(migrate.said_on_stderr().contains("left behind"));
+        // What it left of a VM that was not handed over goes back at once.
+        let (source, target) = (hosts.source.status(), hosts.target.status());
+        let both = source.state == "Running" && target.state == "Running";
+        assert!(!both, "seed {seed}: {source:?} {target:?}");
+    };
+    kill(&mut hosts, "", 60_000);
+    kill(&mut hosts, "setup", 5_000);
+    kill(&mut hosts, "switch-over", 4_000);
+    for _ in 0..3 {
+        kill(&mut hosts, "post-copy", 40_000);
+    }
+    let sent = wait_for("a move that ends", || {
+        let said = hosts.receive.said_on_stderr();
+        assert!(hosts.receive.is_running(), "seed {seed}: {said}");
+        let sent = hosts.migrate(&flags).end();
+        println!("seed {seed}: {:?} {}", sent.code, sent.stderr);
+        // The Cloud Hypervisor still takes its VM back, or the destination gives one up.
+        (sent.code == Some(0)).then_some(sent)
+    });
+    went_on += u64::from(sent.stderr.contains("left behind"));
+    hosts.receive.end().assert_ok();
+    let status = hosts.target.verify();
+    assert_eq!(
+        (status.wrong, &status.state[..]),
+        (0, "Running"),
+        "seed {seed}: {}",
+        status.first_wrong
+    );
+    assert!(status.has_all);
+    assert_ne!(hosts.source.status().state, "Running", "seed {seed}");
+    went_on
 }

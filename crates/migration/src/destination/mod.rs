@@ -18,7 +18,6 @@
 //! | `switchover` | loads all that the guest needs to run |
 //! | `postcopy` | the threads that serve faults |
 //! | `recovery` | takes new channels, and ends old ones |
-//! | `takeover` | goes on with the session of a process that died |
 //! | `completion` | the end of the session, and the report |
 //! | `bulk`, `urgent` | the channels |
 //! | `core` | what the threads of a receiving VM share |
@@ -47,14 +46,12 @@ mod sleepers;
 mod stages;
 mod stalls;
 mod switchover;
-mod takeover;
 mod urgent;
 
 pub use config::{DestinationConfig, DestinationFailure, DestinationVm, Offer};
 pub use resolver::{FAULT_SPIN, Resolver};
 pub use setup::Incoming;
 pub use stalls::new_histogram;
-pub use takeover::Orphan;
 
 use self::allocation::Allocation;
 use self::core::Core;
@@ -66,7 +63,7 @@ use crate::channel::Listener;
 use crate::control::{ControlLink, PendingLoss};
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
-use crate::handshake::{Acceptor, Protection, Stranger};
+use crate::handshake::{Acceptor, Identity, Protection, Stranger};
 use crate::ledger::runs;
 use crate::limits::{Limits, Patience};
 use crate::phase::{Observer, Phase};
@@ -172,6 +169,11 @@ impl Destination {
     pub fn after_hand_over<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
         let open = self.owner();
         open.then(act)
+    }
+
+    /// Gives the destination to a session.
+    pub(crate) fn begin(&self, identity: Identity, bulk: u16, urgent: u16) {
+        self.desk.begin(identity, bulk, urgent);
     }
 
     fn owner(&self) -> std::sync::MutexGuard<'_, bool> {

@@ -4,13 +4,13 @@ use super::completion::discarded;
 use super::config::{DestinationFailure, Offer};
 use super::desk::{Candidate, Chosen};
 use super::resolver::Resolver;
-use super::takeover::Orphan;
 use super::{Destination, postcopy};
 use crate::clock::monotonic;
 use crate::control::ControlLink;
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
 use crate::handshake::Identity;
+use crate::orphan::Orphan;
 use crate::phase::{Observer, Phase};
 use crate::report::DestinationReport;
 use crate::vm::{RunningVm, fits};
@@ -126,6 +126,27 @@ impl Drop for Incoming {
 }
 
 impl Incoming {
+    /// The session of a process that died.
+    pub(crate) fn of_orphan(host: &Arc<Destination>, orphan: Orphan) -> Self {
+        Self {
+            host: Arc::clone(host),
+            control: None,
+            offer: orphan.offer(),
+            setup: orphan.setup.clone(),
+            identity: orphan.identity.clone(),
+            orphan: Some(orphan),
+            began: monotonic(),
+        }
+    }
+
+    pub(crate) fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    pub(crate) fn setup(&self) -> &Setup {
+        &self.setup
+    }
+
     /// Returns the offered VM.
     #[must_use]
     pub fn offer(&self) -> &Offer {

@@ -1,10 +1,10 @@
 //! Switch-over at the destination: everything that the guest needs to run is loaded.
 
-use super::takeover::Orphan;
 use super::{Guest, Stage, Supervisor};
 use crate::clock::monotonic;
 use crate::devices::{self, DeviceStates};
 use crate::error::MigrationError;
+use crate::orphan::Orphan;
 use crate::phase::Phase;
 use crate::protocol_error::ProtocolError;
 use crate::session::destination::Event;

@@ -155,6 +155,20 @@ impl Source {
         }
     }
 
+    /// A session that another process had handed over, as after the loss of all channels. It is about
+    /// to open the control channel of `generation`.
+    #[must_use]
+    pub fn taken_over(
+        channels: impl IntoIterator<Item = ChannelId>,
+        generation: Generation,
+    ) -> Self {
+        Self {
+            stage: Stage::HandedOver,
+            generation,
+            ..Self::new(channels)
+        }
+    }
+
     /// Whether the guest has been handed over. Then only `Discarded` brings it back.
     #[must_use]
     pub fn has_handed_over(&self) -> bool {

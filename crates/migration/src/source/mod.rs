@@ -73,13 +73,14 @@ use crate::error::MigrationError;
 use crate::handshake::Identity;
 use crate::ledger::Ledger;
 use crate::limits::Limits;
+use crate::orphan::{Orphan, record};
 use crate::phase::{Observer, Phase};
 use crate::report::{PhaseStart, SourceReport};
 use crate::session::source::{Action, End, Event, Link, Source, Stage, step};
 use crate::session::{ToDestination, ToSource};
 use crate::settings::Settings;
 use crate::sync::Ordering;
-use crate::vm::RunningVm;
+use crate::vm::{RunningVm, fits};
 use crate::wire::{Frame, Setup};
 use pageferry_machine::Frozen;
 use pageferry_userfault::PageBitmap;
@@ -133,6 +134,42 @@ pub fn migrate(
     outcome.inspect_err(|_| observer.phase(Phase::Failed))
 }
 
+/// Goes on with a move that another process had handed over before it died. `vm` has the same
+/// memory, and stands still. Returns when the destination has confirmed every page.
+///
+/// # Errors
+/// [`SourceFailure`] says where the VM is: at the destination, as far as this side knows.
+pub fn go_on(
+    vm: &RunningVm<'_>,
+    route: &Route,
+    orphan: &Orphan,
+    config: &SourceConfig,
+    session: &SourceSession,
+    observer: &dyn Observer,
+) -> Result<SourceReport, SourceFailure> {
+    crate::latency::prefer_short_slices();
+    session.prepare(config.settings);
+    session.close_to_owner();
+    let failed = |error| SourceFailure {
+        vm: SourceVm::GivenUp,
+        error,
+    };
+    let config = SourceConfig {
+        bulk_channels: orphan.setup.bulk_channels,
+        urgent_channels: orphan.setup.urgent_channels,
+        // Nobody knows the hashes of what was sent, and the guest writes no more.
+        tracking: Tracking::Log,
+        ..config.clone()
+    };
+    let outcome = fits(&orphan.setup, vm).map_err(failed).and_then(|_| {
+        let pinned = Pinned::to(config.cpus.as_ref());
+        let _pinned = pinned.map_err(|e| failed(e.into()))?;
+        attempt(vm, route, Ok(orphan), &config, session, observer)
+    });
+    session.forget();
+    outcome.inspect_err(|_| observer.phase(Phase::Failed))
+}
+
 /// Attempts until the destination is not busy with another source.
 fn attempts(
     vm: &RunningVm<'_>,
@@ -158,7 +195,7 @@ fn attempts(
     let channels = [config.bulk_channels, config.urgent_channels];
     let offer = offer(vm, guest, channels).map_err(failed)?;
     loop {
-        let outcome = attempt(vm, route, &offer, config, session, observer);
+        let outcome = attempt(vm, route, Err(&offer), config, session, observer);
         let busy = matches!(
             &outcome,
             Err(SourceFailure { vm: SourceVm::Runs, error }) if error.is_busy()
@@ -184,30 +221,34 @@ fn wait_for_next_attempt(session: &SourceSession) -> Result<(), MigrationError> 
     Ok(())
 }
 
-/// One session with the destination.
+/// One session with the destination: that of another process, or a new one with an offer.
 fn attempt(
     vm: &RunningVm<'_>,
     route: &Route,
-    offer: &Setup,
+    orphan: Result<&Orphan, &Setup>,
     config: &SourceConfig,
     session: &SourceSession,
     observer: &dyn Observer,
 ) -> Result<SourceReport, SourceFailure> {
-    let early = |error| SourceFailure {
-        vm: SourceVm::Runs,
-        error,
+    let (offer, place) = match orphan {
+        Ok(orphan) => (&orphan.setup, SourceVm::GivenUp),
+        Err(offer) => (offer, SourceVm::Runs),
     };
+    let early = |error| SourceFailure { vm: place, error };
     let ram = vm.machine.ram();
     let pages = ram.pages() as usize;
     let channels = usize::from(config.bulk_channels) + usize::from(config.urgent_channels);
     let ledger = Ledger::try_new(pages, channels).map_err(|e| early(e.into()))?;
     let dirty = PageBitmap::try_new(pages).map_err(|e| early(e.into()))?;
-    let identity = Identity::random()
-        .map_err(|e| early(MigrationError::os("cannot make a session's secret", e)))?;
+    let identity = match orphan {
+        Ok(orphan) => orphan.identity.clone(),
+        Err(_) => Identity::random()
+            .map_err(|e| early(MigrationError::os("cannot make a session's secret", e)))?,
+    };
     let protection = crate::handshake::protection(config.tls.as_ref(), config.plain)
         .map_err(|error| early(error.into()))?;
     let vcpus = vm.vcpus.count();
-    let tracking = match vm.machine.has_dirty_log() {
+    let tracking = match vm.machine.has_dirty_log() || orphan.is_ok() {
         true => config.tracking,
         false => Tracking::Hash,
     };
@@ -228,6 +269,7 @@ fn attempt(
             config,
             session,
             offer,
+            identity: &identity,
             state: Source::new(setup::channel_ids(config)),
             shared: &shared,
             link: Connections {
@@ -258,7 +300,10 @@ fn attempt(
             events: VecDeque::new(),
         };
         supervisor.limit_rates();
-        supervisor.link.channels.dial_control(1);
+        match orphan {
+            Err(_) => supervisor.link.channels.dial_control(1),
+            Ok(orphan) => supervisor.go_on(orphan).map_err(early)?,
+        }
         supervisor.run()
     })
 }
@@ -268,6 +313,7 @@ struct Supervisor<'s, 'e, 'a> {
     config: &'a SourceConfig,
     session: &'a SourceSession,
     offer: &'a Setup,
+    identity: &'e Identity,
     state: Source,
     shared: &'e Shared<'a>,
     link: Connections<'s, 'e, 'a>,
@@ -349,6 +395,26 @@ impl<'a> Supervisor<'_, '_, 'a> {
         self.finish()
     }
 
+    /// Goes on with a VM that another process has handed over.
+    fn go_on(&mut self, orphan: &Orphan) -> Result<(), MigrationError> {
+        let ids = setup::channel_ids(self.config);
+        self.state = Source::taken_over(ids, orphan.generation());
+        let ram = self.guest.vm.machine.ram();
+        self.guest.frozen = Some(ram.freeze()?);
+        self.guest.resumes = !orphan.paused;
+        self.record.report.paused = orphan.paused;
+        self.record.report.missing_at_start = orphan.missing_at_start;
+        self.session.board.set_paused(orphan.paused);
+        // The destination names those that are missing. The others count as acknowledged then.
+        self.shared.ledger.set_unsent(0..ram.pages() as usize);
+        self.shared.set_confirms(false);
+        self.shared.patience.set(self.config.limits.dead_after);
+        self.link.lost_since = Some(Instant::now());
+        self.enter(Phase::Postcopy);
+        self.link.channels.dial_control(self.state.generation);
+        Ok(())
+    }
+
     /// The settings of the operator now.
     fn settings(&self) -> Settings {
         self.session.settings().unwrap_or(self.config.settings)
@@ -416,6 +482,11 @@ impl<'a> Supervisor<'_, '_, 'a> {
         let before = std::mem::replace(&mut self.state, next);
         let handed_over = self.state.has_handed_over() && !before.has_handed_over();
         if handed_over {
+            // Before `Go`: another process must know of it.
+            let missing = self.record.report.missing_at_start;
+            if let Ok(record) = record(self.identity, self.offer) {
+                self.record.observer.handing_over(&record, missing);
+            }
             // A loss that the session survives is no reason for its end.
             self.error = None;
         }

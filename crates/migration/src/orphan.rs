@@ -1,45 +1,56 @@
-//! A process takes over the session of one that died, when the VM itself lives elsewhere.
+//! A process goes on with the session of one that died, when the VM itself lives elsewhere.
 //!
 //! **Guarantee.** The session goes on as after the loss of all its channels. No page is placed twice
-//! and none is called present whose bytes are not in place.
+//! and none is called present whose bytes are not in place. A VM that was handed over stays so.
 //!
-//! **Mechanism.** Three things must outlive the dead process, and its owner keeps them: the memory,
-//! the [record](Incoming::record) of the session, and the bits of the missing pages. A machine clears
-//! its kept bit in [`Machine::install`], when the bytes are in place and the source has no receipt
-//! yet. So the kept bits say at most that a page is missing which is here: the source then sends it
-//! again.
+//! **Mechanism.** The owner of a process keeps what must outlive it: the memory, and the record of
+//! the session. The dead process had all channels, so no message of theirs is under way.
 //!
-//! The dead process had all channels, so no message of theirs is under way. The source opens the
-//! next generation, says `Resume`, and hears which pages are missing: rule 4 of
+//! *At the destination* the bits of the missing pages are kept too. A machine clears its kept bit in
+//! [`Machine::install`], when the bytes are in place and the source has no receipt yet. So the kept
+//! bits say at most that a page is missing which is here: the source then sends it again. The source
+//! opens the next generation, says `Resume`, and hears which pages are missing: rule 4 of
 //! [`session`](crate::session) holds without readers. A session that takes generation 1 for the last
 //! one takes each later one.
 //!
+//! *At the source* the owner hears of the hand-over before `Go` is sent ([`Observer::handing_over`]).
+//! So no `Go` is sent that the next process does not know of. It knows nothing of pages: all are
+//! unsent until the destination names those that are missing. It sends each with its bytes, since it
+//! has no hashes of what was sent before. Its first generation lies far above those of the process
+//! that died, so the destination takes it.
+//!
 //! [`Machine::install`]: pageferry_machine::Machine::install
+//! [`Observer::handing_over`]: crate::Observer::handing_over
 
-use super::{Destination, Incoming, Offer, Stage};
-use crate::clock::monotonic;
+use crate::destination::{Destination, Incoming, Offer};
 use crate::error::MigrationError;
 use crate::handshake::{Identity, Secret};
 use crate::saved::{damaged, next};
+use crate::session::Generation;
+use crate::session::destination::Stage;
 use crate::wire::{Frame, SECRET_BYTES, SessionId, Setup};
 use std::sync::Arc;
 
-const MAGIC: &[u8; 8] = b"PFRECVD\x01";
+const MAGIC: &[u8; 8] = b"PFORPHN\x01";
+/// The generations of one process of a source. None opens so many.
+const GENERATIONS: Generation = 1 << 20;
 const WHAT: &str = "this is no record of a session";
 
-/// A VM that was received in part by a process that died.
+/// A VM that was sent, or received, in part by a process that died.
 #[derive(Clone)]
 pub struct Orphan {
-    identity: Identity,
-    setup: Setup,
+    pub(crate) identity: Identity,
+    pub(crate) setup: Setup,
     /// Whether the source's `Go` was heard.
     pub handed_over: bool,
     /// Whether the VM came paused.
     pub paused: bool,
     /// The number of missing pages at the switch-over.
     pub missing_at_start: u64,
-    /// The missing pages: bit `i` of word `w` is RAM page `64 * w + i`.
+    /// At the destination, the missing pages: bit `i` of word `w` is RAM page `64 * w + i`.
     pub missing: Vec<u64>,
+    /// At the source, how many processes went on with it before, at most 4000.
+    pub earlier: u32,
 }
 
 impl std::fmt::Debug for Orphan {
@@ -81,6 +92,7 @@ impl Orphan {
             handed_over: false,
             paused: false,
             missing_at_start: 0,
+            earlier: 0,
         })
     }
 
@@ -92,13 +104,31 @@ impl Orphan {
 
     /// The stage at which the session goes on. A source that had a receipt for each page may be
     /// gone for good. So a VM that is whole does not wait for it.
-    pub(super) fn stage(&self) -> Stage {
+    pub(crate) fn stage(&self) -> Stage {
         match self.handed_over {
             false => Stage::Ready,
             true if self.missing.iter().all(|word| *word == 0) => Stage::Complete,
             true => Stage::Running,
         }
     }
+}
+
+impl Orphan {
+    /// The generation before the first of the process that goes on with it, at a source.
+    pub(crate) fn generation(&self) -> Generation {
+        self.earlier.saturating_add(1).saturating_mul(GENERATIONS)
+    }
+}
+
+/// The record of a session.
+pub(crate) fn record(identity: &Identity, setup: &Setup) -> Result<Vec<u8>, MigrationError> {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend_from_slice(&identity.session.0);
+    bytes.extend_from_slice(&identity.secret.bytes());
+    let mut frame = Vec::new();
+    Frame::Setup(setup.clone()).encode(&mut frame)?;
+    bytes.extend_from_slice(&frame);
+    Ok(bytes)
 }
 
 impl Incoming {
@@ -108,13 +138,7 @@ impl Incoming {
     /// # Errors
     /// Never for an offer that has come: it was encoded once.
     pub fn record(&self) -> Result<Vec<u8>, MigrationError> {
-        let mut bytes = MAGIC.to_vec();
-        bytes.extend_from_slice(&self.identity.session.0);
-        bytes.extend_from_slice(&self.identity.secret.bytes());
-        let mut frame = Vec::new();
-        Frame::Setup(self.setup.clone()).encode(&mut frame)?;
-        bytes.extend_from_slice(&frame);
-        Ok(bytes)
+        record(self.identity(), self.setup())
     }
 }
 
@@ -137,16 +161,8 @@ impl Destination {
         }
         let setup = &orphan.setup;
         let (bulk, urgent) = (setup.bulk_channels, setup.urgent_channels);
-        self.desk.begin(orphan.identity.clone(), bulk, urgent);
-        Ok(Incoming {
-            host: Arc::clone(self),
-            control: None,
-            offer: orphan.offer(),
-            setup: orphan.setup.clone(),
-            identity: orphan.identity.clone(),
-            orphan: Some(orphan),
-            began: monotonic(),
-        })
+        self.begin(orphan.identity.clone(), bulk, urgent);
+        Ok(Incoming::of_orphan(self, orphan))
     }
 }
 
