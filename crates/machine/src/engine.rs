@@ -233,6 +233,16 @@ pub trait Machine: Send + Sync {
         true
     }
 
+    /// Brings RAM's bytes of `pages` pages from `first` up to date, if RAM is a copy of memory that
+    /// the guest has elsewhere. Pages that it cannot read stay as they are. A source calls this
+    /// before it reads pages of a running guest, from several threads at once, and never behind
+    /// [`Vcpus::pause`](crate::Vcpus::pause). That one brings all of RAM up to date.
+    ///
+    /// Returns false if RAM is the guest's own memory, which nothing has to bring up to date.
+    fn refresh(&self, _first: RamPage, _pages: u64) -> bool {
+        false
+    }
+
     /// Starts or stops logging of the pages that vCPUs and the VMM write.
     ///
     /// When this returns after `on`, every later write of a vCPU or by [`GuestRam::write`] is in

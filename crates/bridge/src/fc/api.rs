@@ -4,6 +4,7 @@
 
 use super::error::FcError;
 use crate::ch::{ChError, parse_answer};
+use rustix::process::Pid;
 use serde::Deserialize;
 use serde_json::Value;
 use std::io::{ErrorKind, Read as _, Write as _};
@@ -28,6 +29,13 @@ pub(super) struct Call {
 }
 
 impl Call {
+    /// The process that listens, if it is visible here.
+    pub(super) fn process(&self) -> Option<Pid> {
+        let peer = rustix::net::sockopt::socket_peercred(&self.stream);
+        // The kernel has no number for a process of another namespace.
+        peer.ok().map(|peer| peer.pid)
+    }
+
     /// The body of the answer, if it comes within `wait`.
     pub(super) fn poll(&mut self, wait: Duration) -> Result<Option<Vec<u8>>, FcError> {
         let endpoint = self.endpoint;

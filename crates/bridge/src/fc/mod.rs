@@ -36,6 +36,7 @@ mod api;
 mod destination;
 mod error;
 mod memory;
+mod running;
 mod source;
 
 pub use destination::{ReceiveError, ReceiverOptions, receive};

@@ -6,7 +6,7 @@ use pageferry_bridge::fc::{
 };
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationReport, Listener, PlainPolicy, Route, SourceConfig,
-    SourceReport, SourceSession, Unobserved,
+    SourceReport, SourceSession, Switch, Unobserved,
 };
 use pageferry_testkit::firecracker::{Quirk, VmmConfig, VmmDouble};
 use pageferry_testkit::shaper::{Plan, Shaper};
@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 /// The longest move of a test.
 const LIMIT: Duration = Duration::from_secs(120);
-/// 12 MiB in two regions.
-pub(crate) const REGIONS: [u64; 2] = [8 << 20, 4 << 20];
+/// 12 MiB in two regions. No real VM of this size has two, so they are not found in its process.
+const REGIONS: [u64; 2] = [8 << 20, 4 << 20];
 pub(crate) const PAGES: u64 = (12 << 20) / 4096;
 
 /// Two doubles, and what moves a VM from one to the other.
@@ -27,6 +27,8 @@ pub(crate) struct Hosts {
     pub(crate) target: VmmDouble,
     pub(crate) session: SourceSession,
     pub(crate) destination: Arc<Destination>,
+    /// The end of pre-copy.
+    pub(crate) switch: Switch,
     directory: Directory,
 }
 
@@ -52,19 +54,19 @@ pub(crate) fn route_by(shaper: &Shaper) -> Route {
 impl Hosts {
     /// Starts both. The VM runs.
     pub(crate) fn start(source: Quirk, target: Quirk) -> Option<Self> {
-        Self::with_balloon(source, target, None)
+        Self::with(&REGIONS, None, [source, target])
     }
 
-    pub(crate) fn with_balloon(
-        source: Quirk,
-        target: Quirk,
+    pub(crate) fn with(
+        regions: &[u64],
         balloon_us: Option<u64>,
+        [source, target]: [Quirk; 2],
     ) -> Option<Self> {
         let directory = Directory::new();
         let mut sending = VmmDouble::start(&VmmConfig {
             api: directory.join("source"),
             seed: 1,
-            regions: REGIONS.to_vec(),
+            regions: regions.to_vec(),
             vcpus: 2,
             balloon_us,
             quirk: source,
@@ -86,6 +88,7 @@ impl Hosts {
             target: receiving,
             session: SourceSession::new().unwrap(),
             destination: Arc::new(destination),
+            switch: Switch::Auto,
             directory,
         })
     }
@@ -131,10 +134,11 @@ impl Hosts {
         route: &Route,
         beside: impl FnOnce(Beside<'_>),
     ) -> Moved {
-        let config = SourceConfig {
+        let mut config = SourceConfig {
             plain: PlainPolicy::Anywhere,
             ..SourceConfig::default()
         };
+        config.settings.switch = self.switch;
         let began = Instant::now();
         let late = || began.elapsed() > LIMIT;
         let over = AtomicBool::new(false);

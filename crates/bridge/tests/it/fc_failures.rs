@@ -84,9 +84,12 @@ fn a_firecracker_that_fails_before_the_hand_over_leaves_the_vm_running_at_its_so
 /// The VM can move again after a failure, with what it has written since.
 #[test]
 fn a_vm_moves_after_a_failed_move() {
-    let Some((mut hosts, moved)) = moved(Quirk::Right, Quirk::RefuseLoad) else {
+    let quirks = [Quirk::Right, Quirk::RefuseLoad];
+    let Some(mut hosts) = Hosts::with(&[12 << 20], None, quirks) else {
         return;
     };
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
     check_failed(&moved);
     check_runs_on(&mut hosts);
     let Some(mut others) = Hosts::start(Quirk::Right, Quirk::Right) else {

@@ -9,6 +9,7 @@ mod ch_move;
 mod ch_wire;
 mod fc;
 mod fc_failures;
+mod fc_figures;
 mod fc_move;
 mod scene;
 mod tunnel;

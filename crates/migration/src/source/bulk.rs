@@ -95,7 +95,7 @@ impl<'a> Bulk<'a> {
     }
 
     fn send_frames(&self, incoming: &RefCell<Incoming>) -> Result<(), MigrationError> {
-        let mut frame = PageFrame::new(self.shared.ram);
+        let mut frame = PageFrame::of(self.shared.machine);
         let mut ahead = Vec::with_capacity(FRAME_PAGES as usize);
         let mut said = Instant::now();
         let mut alive = Vec::new();

@@ -335,14 +335,15 @@ impl Vmm {
             memory.set_len(0).map_err(failed)?;
         }
         memory.set_len(bytes).map_err(failed)?;
-        for page in 0..guest.memory.pages() {
-            if self.quirk == Quirk::DieAtCreate && page == 100 {
-                std::process::exit(9);
-            }
-            let words = guest.memory.load(page);
-            let words = super::contents::bytes(&words);
-            memory.write_all_at(&words, page * 4096).map_err(failed)?;
+        if self.quirk == Quirk::DieAtCreate {
+            let words = super::contents::bytes(&guest.memory.load(0));
+            memory.write_all_at(&words, 0).map_err(failed)?;
+            std::process::exit(9);
         }
+        guest
+            .memory
+            .write_to(&memory)
+            .map_err(|e| failed(e.into()))?;
         memory.sync_all().map_err(failed)
     }
 
