@@ -2,6 +2,7 @@
 
 use crate::activation;
 use crate::args::ReceiveArgs;
+use crate::bridge::Vmm;
 use crate::console::Shown;
 use crate::control::options::{limits, plain};
 use crate::control::server::Server;
@@ -40,6 +41,7 @@ pub(crate) fn receive(
     if let Some(parent) = args.child_of {
         end_with(parent)?;
     }
+    Vmm::check(args.for_vmm.as_ref(), args)?;
     // A host that lacks the backing takes no VM at all.
     args.backing.backing.check(0)?;
     let (host, jobs) = Host::new();

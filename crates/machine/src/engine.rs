@@ -199,7 +199,7 @@ pub struct NewMachine {
 /// **For implementers.** The provided methods fit one kind of machine: its vCPUs reach memory by
 /// [`GuestRam`] alone, as a VMM's devices do. They find missing pages and log writes there. A
 /// machine whose vCPUs reach memory in another way implements *every* method but
-/// [`Machine::console`] and [`Machine::blackout_cost`]. Otherwise the writes of its vCPUs are in no
+/// [`Machine::console`], [`Machine::blackout_cost`] and [`Machine::refresh`]. Otherwise the writes of its vCPUs are in no
 /// dirty log, and a migration loses them. Such a machine calls [`GuestRam::arm`],
 /// [`GuestRam::begin`] and [`GuestRam::harvest_writes`] for the VMM's own accesses.
 ///

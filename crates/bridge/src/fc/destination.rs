@@ -54,6 +54,39 @@ const WATCH: Duration = Duration::from_millis(20);
 pub struct ReceiverOptions {
     /// Its API socket.
     pub api: PathBuf,
+    /// What differs from the source.
+    pub overrides: Overrides,
+}
+
+/// What a VM finds here in the place of what it had at its source. Firecracker refuses what its
+/// version does not know, before `Go`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Overrides {
+    /// The names of network interfaces in the VM's configuration, and their tap devices here.
+    pub network: Vec<(String, String)>,
+    /// The Unix socket of the VM's vsock device (since 1.16).
+    pub vsock: Option<PathBuf>,
+    /// Whether the guest's clock is advanced by the time of the move (x86-64).
+    pub clock_realtime: bool,
+}
+
+impl Overrides {
+    /// Adds them to the body of a load. An older version knows none of the fields.
+    fn add_to(&self, body: &mut serde_json::Value) {
+        if !self.network.is_empty() {
+            let taps = self
+                .network
+                .iter()
+                .map(|(interface, tap)| json!({ "iface_id": interface, "host_dev_name": tap }));
+            body["network_overrides"] = taps.collect();
+        }
+        if let Some(path) = &self.vsock {
+            body["vsock_override"] = json!({ "uds_path": path });
+        }
+        if self.clock_realtime {
+            body["clock_realtime"] = true.into();
+        }
+    }
 }
 
 /// A failed arrival.
@@ -142,6 +175,7 @@ impl Drop for Running {
 struct Guest {
     ram: Arc<GuestRam>,
     api: Api,
+    overrides: Overrides,
     meeting: Meeting,
     listener: UnixListener,
     /// The process's memory, from the handshake on.
@@ -235,6 +269,7 @@ impl Guest {
         Ok(Self {
             ram: Arc::new(ram),
             api,
+            overrides: options.overrides.clone(),
             meeting,
             listener,
             memory: OnceLock::new(),
@@ -297,11 +332,12 @@ impl Guest {
             .map_err(failed)?;
         self.meeting.give_file_away(&file);
         file.write_all(state).map_err(failed)?;
-        let body = json!({
+        let mut body = json!({
             "snapshot_path": path,
             "mem_backend": { "backend_type": "Uffd", "backend_path": self.meeting.socket },
             "resume_vm": false,
         });
+        self.overrides.add_to(&mut body);
         let mut call = self.api.begin("PUT /snapshot/load", Some(&body))?;
         let began = Instant::now();
         let stream = loop {

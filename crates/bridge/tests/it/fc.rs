@@ -2,7 +2,7 @@
 
 use crate::ch::Directory;
 use pageferry_bridge::fc::{
-    Pause, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions, receive,
+    Overrides, Pause, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions, receive,
 };
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationReport, Listener, PlainPolicy, Route, SourceConfig,
@@ -105,6 +105,13 @@ impl Hosts {
         }
     }
 
+    pub(crate) fn receiver_options(&self) -> ReceiverOptions {
+        ReceiverOptions {
+            api: self.directory.join("target"),
+            overrides: Overrides::default(),
+        }
+    }
+
     /// A link on which 12 MiB take 3 s.
     pub(crate) fn slow_link(&self) -> Shaper {
         let to = self.destination.local_addrs()[0].to_string();
@@ -122,9 +129,7 @@ impl Hosts {
 
     /// Moves the VM. `beside` runs meanwhile.
     pub(crate) fn migrate(&mut self, route: &Route, beside: impl FnOnce(Beside<'_>)) -> Moved {
-        let target = ReceiverOptions {
-            api: self.directory.join("target"),
-        };
+        let target = self.receiver_options();
         self.migrate_to(&target, route, beside)
     }
 

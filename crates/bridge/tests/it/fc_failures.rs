@@ -2,7 +2,9 @@
 
 use crate::ch::Directory;
 use crate::fc::{Hosts, Moved, route_by};
-use pageferry_bridge::fc::{ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions};
+use pageferry_bridge::fc::{
+    Overrides, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions,
+};
 use pageferry_migration::{DestinationVm, SourceVm};
 use pageferry_testkit::firecracker::Quirk;
 use pageferry_testkit::wait_until;
@@ -97,9 +99,7 @@ fn a_vm_moves_after_a_failed_move() {
     };
     std::mem::swap(&mut hosts.target, &mut others.target);
     hosts.session = pageferry_migration::SourceSession::new().unwrap();
-    let target = ReceiverOptions {
-        api: others.target_as_source().api,
-    };
+    let target = others.receiver_options();
     let route = hosts.route();
     let moved = hosts.migrate_to(&target, &route, |_| ());
     moved.sent.unwrap();
@@ -212,10 +212,26 @@ fn a_receiver_with_a_vm_refuses_another() {
     };
     let target = ReceiverOptions {
         api: hosts.source_options().api,
+        overrides: Overrides::default(),
     };
     let route = hosts.route();
     let moved = hosts.migrate_to(&target, &route, |_| ());
     let texts = check_failed(&moved);
     assert!(texts.contains("expected Not started"), "{texts}");
+    check_runs_on(&mut hosts);
+}
+
+/// Firecracker itself knows its interfaces.
+#[test]
+fn an_override_of_an_unknown_interface_is_refused() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    let mut target = hosts.receiver_options();
+    target.overrides.network = vec![("eth9".into(), "tap1".into())];
+    let route = hosts.route();
+    let moved = hosts.migrate_to(&target, &route, |_| ());
+    let texts = check_failed(&moved);
+    assert!(texts.contains("the field network_overrides"), "{texts}");
     check_runs_on(&mut hosts);
 }

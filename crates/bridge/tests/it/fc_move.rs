@@ -1,6 +1,7 @@
 //! VMs of Firecracker move, and continue with their memory.
 
 use crate::fc::{Hosts, PAGES, route_by};
+use pageferry_bridge::fc::Overrides;
 use pageferry_testkit::firecracker::Quirk;
 use pageferry_testkit::shaper::Which;
 use pageferry_testkit::wait_until;
@@ -41,6 +42,29 @@ fn a_running_vm_of_firecracker_moves_and_runs_on() {
     assert!(!pause.save.is_zero());
     check_goes_on(&mut hosts);
     check_arrived(&mut hosts, "Running");
+}
+
+#[test]
+fn a_vm_of_firecracker_finds_other_devices_at_its_destination() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    let mut target = hosts.receiver_options();
+    target.overrides = Overrides {
+        network: vec![("eth0".into(), "tap7".into())],
+        vsock: Some("/run/new.vsock".into()),
+        clock_realtime: true,
+    };
+    let route = hosts.route();
+    let moved = hosts.migrate_to(&target, &route, |_| ());
+    moved.sent.unwrap();
+    moved.received.unwrap();
+    let loaded = hosts.target.status().loaded;
+    let network = &loaded["network_overrides"][0];
+    assert_eq!(network["host_dev_name"], "tap7", "{loaded}");
+    assert_eq!(network["iface_id"], "eth0", "{loaded}");
+    assert_eq!(loaded["vsock_override"]["uds_path"], "/run/new.vsock");
+    assert_eq!(loaded["clock_realtime"], true, "{loaded}");
 }
 
 #[test]

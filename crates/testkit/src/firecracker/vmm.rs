@@ -129,6 +129,8 @@ struct Vmm {
     quirk: Quirk,
     guest: Mutex<Option<Arc<Guest>>>,
     verified: AtomicBool,
+    /// The body of the load.
+    loaded: Mutex<Value>,
 }
 
 /// What a state file says, and the configuration of a process with a VM.
@@ -187,6 +189,7 @@ impl Vmm {
             quirk: Quirk::ALL[quirk],
             guest: Mutex::new(guest),
             verified: AtomicBool::new(false),
+            loaded: Mutex::default(),
         }
     }
 
@@ -231,6 +234,7 @@ impl Vmm {
             "wrong": guest.as_ref().map_or(0, |guest| guest.wrong.load(Ordering::SeqCst)),
             "verified": self.verified.load(Ordering::SeqCst),
             "first_wrong": first,
+            "loaded": *self.loaded.lock().expect("no thread panics here"),
         })
         .to_string()
     }
@@ -357,6 +361,7 @@ impl Vmm {
             Quirk::DieAtLoad => std::process::exit(9),
             _ => {}
         }
+        check_load(body)?;
         let path = body["snapshot_path"].as_str().ok_or("no snapshot_path")?;
         let text = std::fs::read_to_string(path).map_err(|why| why.to_string())?;
         let state = serde_json::from_str(&text).map_err(|why| why.to_string())?;
@@ -383,11 +388,32 @@ impl Vmm {
         let guest = start(memory, &state);
         guest.read(guest.memory.pages() / 2);
         *self.guest.lock().expect("no thread panics here") = Some(guest);
+        *self.loaded.lock().expect("no thread panics here") = body.clone();
         if body["resume_vm"] == true {
             self.set_running(true);
         }
         Ok(())
     }
+}
+
+/// Checks the fields of a load, as the real one does. The only network interface is `eth0`.
+fn check_load(body: &Value) -> Result<(), String> {
+    for (name, value) in body.as_object().ok_or("no body")? {
+        let right = match name.as_str() {
+            "snapshot_path" | "mem_backend" => true,
+            "resume_vm" | "clock_realtime" => value.is_boolean(),
+            "vsock_override" => value["uds_path"].is_string(),
+            "network_overrides" => value.as_array().is_some_and(|all| {
+                all.iter()
+                    .all(|one| one["iface_id"] == "eth0" && one["host_dev_name"].is_string())
+            }),
+            _ => false,
+        };
+        if !right {
+            return Err(format!("the field {name} cannot be {value}"));
+        }
+    }
+    Ok(())
 }
 
 /// Reads a call: its method, its path and its body.

@@ -42,6 +42,8 @@ pub struct VmmStatus {
     pub verified: bool,
     /// The first wrong page.
     pub first_wrong: String,
+    /// The body of the `PUT /snapshot/load` that brought its VM, or null.
+    pub loaded: Value,
 }
 
 /// A process with Firecracker's API, with or without a VM. It is killed when this is dropped.
@@ -126,6 +128,7 @@ impl VmmDouble {
             wrong: number("wrong"),
             verified: status["verified"] == true,
             first_wrong: status["first_wrong"].to_string(),
+            loaded: status["loaded"].clone(),
         }
     }
 
