@@ -30,7 +30,7 @@ pub(super) struct Call {
 
 impl Call {
     /// The process that listens, if it is visible here.
-    pub(super) fn process(&self) -> Option<Pid> {
+    fn process(&self) -> Option<Pid> {
         let peer = rustix::net::sockopt::socket_peercred(&self.stream);
         // The kernel has no number for a process of another namespace.
         peer.ok().map(|peer| peer.pid)
@@ -103,6 +103,9 @@ fn reason(body: &[u8]) -> String {
 pub(super) struct Instance {
     pub(super) state: String,
     pub(super) vmm_version: String,
+    /// The process that has the API socket, if it is visible here.
+    #[serde(skip)]
+    pub(super) process: Option<Pid>,
 }
 
 /// The part of `GET /machine-config` that a move needs. Other fields are ignored.
@@ -183,10 +186,16 @@ impl Api {
 
     pub(super) fn instance(&self, limit: Duration) -> Result<Instance, FcError> {
         const ENDPOINT: &str = "GET /";
-        let body = self.call(ENDPOINT, None, limit)?;
-        serde_json::from_slice(&body).map_err(|e| FcError::Http {
+        let mut call = self.begin(ENDPOINT, None)?;
+        let process = call.process();
+        let body = call.wait(limit)?;
+        let instance = serde_json::from_slice(&body).map_err(|e| FcError::Http {
             endpoint: ENDPOINT,
             why: e.to_string(),
+        })?;
+        Ok(Instance {
+            process,
+            ..instance
         })
     }
 

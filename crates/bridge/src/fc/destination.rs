@@ -16,10 +16,10 @@
 
 use super::api::{Api, Call, MachineConfig};
 use super::error::FcError;
+use super::jail::Place;
 use super::memory::Memory;
 use super::source::{adopt, memfd};
 use super::{KIND, MAX_STATE_BYTES, STATE_DEVICE, STATE_VERSION, STEP_LIMIT, VM_PAUSED, VM_RUNS};
-use crate::ch::api::Meeting;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{
     Apply, ArmOptions, Delivery, DeliveryInUse, Device, FaultEvent, FaultEvents, GuestRam, Machine,
@@ -176,7 +176,7 @@ struct Guest {
     ram: Arc<GuestRam>,
     api: Api,
     overrides: Overrides,
-    meeting: Meeting,
+    place: Place,
     listener: UnixListener,
     /// The process's memory, from the handshake on.
     memory: OnceLock<Memory>,
@@ -253,12 +253,13 @@ impl Guest {
                 expected: "Not started, in a new process",
             });
         }
-        let meeting = Meeting::beside(api.path())?;
+        let place = Place::beside(api.path(), instance.process)?;
+        let meeting = &place.meeting;
         let failed = |e| FcError::io(format!("cannot listen on {}", meeting.socket.display()), e);
         let listener = UnixListener::bind(&meeting.socket).map_err(failed)?;
         meeting.give_away(&meeting.socket);
         listener.set_nonblocking(true).map_err(failed)?;
-        let ram = adopt(&memfd(bytes)?, bytes)?;
+        let ram = adopt(&memfd(bytes)?, bytes, true)?;
         let os = |e: rustix::io::Errno| FcError::io("cannot make descriptors for faults", e);
         let faults = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(os)?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
@@ -270,7 +271,7 @@ impl Guest {
             ram: Arc::new(ram),
             api,
             overrides: options.overrides.clone(),
-            meeting,
+            place,
             listener,
             memory: OnceLock::new(),
             stream: OnceLock::new(),
@@ -321,7 +322,7 @@ impl Guest {
 
     /// Lets the process load a state file, and takes its handshake. Returns the call under way.
     fn load(&self, state: &[u8]) -> Result<Call, FcError> {
-        let path = self.meeting.directory.join("state");
+        let path = self.place.meeting.directory.join("state");
         let failed = |e| FcError::io(format!("cannot write {}", path.display()), e);
         // The directory is Firecracker's. A link of its own there is not followed.
         let mut file = OpenOptions::new()
@@ -330,11 +331,14 @@ impl Guest {
             .mode(0o600)
             .open(&path)
             .map_err(failed)?;
-        self.meeting.give_file_away(&file);
+        self.place.meeting.give_file_away(&file);
         file.write_all(state).map_err(failed)?;
         let mut body = json!({
-            "snapshot_path": path,
-            "mem_backend": { "backend_type": "Uffd", "backend_path": self.meeting.socket },
+            "snapshot_path": self.place.inside(&path),
+            "mem_backend": {
+                "backend_type": "Uffd",
+                "backend_path": self.place.inside(&self.place.meeting.socket),
+            },
             "resume_vm": false,
         });
         self.overrides.add_to(&mut body);

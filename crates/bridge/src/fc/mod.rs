@@ -36,6 +36,7 @@
 mod api;
 mod destination;
 mod error;
+mod jail;
 mod memory;
 mod running;
 mod source;

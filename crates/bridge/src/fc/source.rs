@@ -19,9 +19,9 @@
 
 use super::api::{Api, MachineConfig};
 use super::error::FcError;
+use super::jail::{MemoryFile, Place};
 use super::running::Running;
 use super::{KIND, MAX_STATE_BYTES, STATE_DEVICE, STATE_VERSION, STEP_LIMIT, VM_PAUSED, VM_RUNS};
-use crate::ch::api::Meeting;
 use pageferry_addr::{Gpa, RamPage};
 use pageferry_machine::{
     AdoptedRegion, Apply, BlackoutCost, Device, GuestRam, Machine, MachineError, MachineKind,
@@ -36,7 +36,7 @@ use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 use serde_json::json;
 use std::fs::OpenOptions;
 use std::io::Read as _;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -111,27 +111,26 @@ impl Source {
                 });
             }
         };
-        let mut call = api.begin("GET /machine-config", None)?;
-        let pid = call.process();
-        let text = call.wait(STEP_LIMIT)?;
+        let text = api.call("GET /machine-config", None, STEP_LIMIT)?;
         let config = MachineConfig::parse(&text).map_err(FcError::Config)?;
         let bytes = config.bytes();
-        let file = memfd(bytes)?;
-        let ram = adopt(&file, bytes)?;
+        let place = Place::beside(api.path(), instance.process)?;
+        let file = place.memory_file(bytes)?;
+        let ram = adopt(&file.fd, bytes, file.is_sealed)?;
         info!(
             bytes,
             runs,
             version = instance.vmm_version,
             "Firecracker has a VM to move"
         );
-        let (running, unread) = match Running::find(pid, bytes) {
+        let (running, unread) = match Running::find(instance.process, bytes) {
             Ok(running) => (Some(running), None),
             Err(why) => (None, Some(why)),
         };
         let vmm = Arc::new(Vmm {
             running,
             ram: Arc::new(ram),
-            meeting: Meeting::beside(api.path())?,
+            place,
             api,
             file,
             was_running: runs,
@@ -229,10 +228,16 @@ pub(super) fn memfd(bytes: u64) -> Result<OwnedFd, FcError> {
 }
 
 /// Guest memory in the order of Firecracker's memory file, without its holes.
-pub(super) fn adopt(file: &OwnedFd, bytes: u64) -> Result<GuestRam, FcError> {
+pub(super) fn adopt(file: &OwnedFd, bytes: u64, is_sealed: bool) -> Result<GuestRam, FcError> {
     let fd = file.try_clone();
     let fd = fd.map_err(|e| FcError::io("cannot clone a memfd", e))?;
     let region = AdoptedRegion::new(Gpa(0), bytes, fd, 0);
+    // Firecracker changes the size only if it has more memory or less, in a pause that then fails.
+    let region = if is_sealed {
+        region
+    } else {
+        region.keeps_size()
+    };
     // SAFETY: the memfd is new, and no guest has it mapped. At a source, the vCPU of this machine
     // is Firecracker with the copies of `Running`. They alone write it, until `Vcpus::pause`
     // returns. At a destination only this process writes it, through the calls of `machine`.
@@ -244,8 +249,8 @@ struct Vmm {
     running: Option<Running>,
     ram: Arc<GuestRam>,
     api: Api,
-    meeting: Meeting,
-    file: OwnedFd,
+    place: Place,
+    file: MemoryFile,
     was_running: bool,
     hold: Mutex<Hold>,
 }
@@ -287,16 +292,21 @@ impl Vmm {
             self.api.set_running(false, STEP_LIMIT)?;
         }
         let stopped = Instant::now();
-        let path = self.meeting.directory.join("state");
-        let memory = format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd());
+        let path = self.place.meeting.directory.join("state");
         let body = json!({
             "snapshot_type": "Full",
-            "snapshot_path": path,
-            "mem_file_path": memory,
+            "snapshot_path": self.place.inside(&path),
+            "mem_file_path": self.file.path,
         });
         let bytes = self.ram.layout().bytes();
         let limit = STEP_LIMIT + Duration::from_secs(bytes / SLOWEST_WRITE);
         self.api.call("PUT /snapshot/create", Some(&body), limit)?;
+        let failed = |e| FcError::io("cannot look at the memory file", e);
+        let found = rustix::fs::fstat(&self.file.fd).map_err(failed)?.st_size;
+        if found as u64 != bytes {
+            let why = format!("its memory file has {found} bytes: expected {bytes}");
+            return Err(FcError::Config(why));
+        }
         let state = read_state(&path)?;
         let _ = std::fs::remove_file(&path);
         let parts = Pause {
@@ -365,7 +375,7 @@ impl Machine for Vmm {
         let Some(running) = &self.running else {
             return false;
         };
-        running.copy_to(&self.file, first.0..first.0 + pages);
+        running.copy_to(&self.file.fd, first.0..first.0 + pages);
         true
     }
     fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {

@@ -11,6 +11,7 @@ use pageferry_migration::{
 use pageferry_testkit::firecracker::{Quirk, VmmConfig, VmmDouble};
 use pageferry_testkit::shaper::{Plan, Shaper};
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -29,7 +30,17 @@ pub(crate) struct Hosts {
     pub(crate) destination: Arc<Destination>,
     /// The end of pre-copy.
     pub(crate) switch: Switch,
-    directory: Directory,
+    /// The API sockets of both.
+    pub(crate) apis: [PathBuf; 2],
+    pub(crate) directory: Directory,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Places {
+    /// Both have the root of the test.
+    Beside,
+    /// Each has a root of its own.
+    Jails,
 }
 
 /// What both ends say about a move.
@@ -60,24 +71,52 @@ impl Hosts {
     pub(crate) fn with(
         regions: &[u64],
         balloon_us: Option<u64>,
+        quirks: [Quirk; 2],
+    ) -> Option<Self> {
+        Self::at(Places::Beside, regions, balloon_us, quirks)
+    }
+
+    /// As [`Self::with`], with each process in a jail.
+    pub(crate) fn in_jails(regions: &[u64], quirks: [Quirk; 2]) -> Option<Self> {
+        Self::at(Places::Jails, regions, None, quirks)
+    }
+
+    fn at(
+        places: Places,
+        regions: &[u64],
+        balloon_us: Option<u64>,
         [source, target]: [Quirk; 2],
     ) -> Option<Self> {
         let directory = Directory::new();
+        let jail = |name: &str| {
+            let jail = directory.join(name);
+            (places == Places::Jails).then(|| {
+                std::fs::create_dir(&jail).unwrap();
+                jail
+            })
+        };
+        let jails = [jail("source"), jail("target")];
+        let apis = ["source", "target"].map(|name| match places {
+            Places::Beside => directory.join(name),
+            Places::Jails => directory.join(name).join("api"),
+        });
         let mut sending = VmmDouble::start(&VmmConfig {
-            api: directory.join("source"),
+            api: apis[0].clone(),
             seed: 1,
             regions: regions.to_vec(),
             vcpus: 2,
             balloon_us,
             quirk: source,
+            jail: jails[0].clone(),
         })?;
         let receiving = VmmDouble::start(&VmmConfig {
-            api: directory.join("target"),
+            api: apis[1].clone(),
             seed: 0,
             regions: Vec::new(),
             vcpus: 0,
             balloon_us: None,
             quirk: target,
+            jail: jails[1].clone(),
         })?;
         sending.run();
         let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
@@ -89,25 +128,26 @@ impl Hosts {
             session: SourceSession::new().unwrap(),
             destination: Arc::new(destination),
             switch: Switch::Auto,
+            apis,
             directory,
         })
     }
 
     pub(crate) fn source_options(&self) -> SourceOptions {
         SourceOptions {
-            api: self.directory.join("source"),
+            api: self.apis[0].clone(),
         }
     }
 
     pub(crate) fn target_as_source(&self) -> SourceOptions {
         SourceOptions {
-            api: self.directory.join("target"),
+            api: self.apis[1].clone(),
         }
     }
 
     pub(crate) fn receiver_options(&self) -> ReceiverOptions {
         ReceiverOptions {
-            api: self.directory.join("target"),
+            api: self.apis[1].clone(),
             overrides: Overrides::default(),
         }
     }

@@ -10,6 +10,7 @@ mod ch_wire;
 mod fc;
 mod fc_failures;
 mod fc_figures;
+mod fc_jail;
 mod fc_move;
 mod scene;
 mod tunnel;

@@ -21,6 +21,7 @@ fn hosts(source: Quirk, target: Quirk) -> Option<Hosts> {
         regions,
         balloon_us: None,
         quirk,
+        jail: None,
     };
     let mut source = VmmDouble::start(&config("source", vec![8 << 20], source))?;
     let target = VmmDouble::start(&config("target", Vec::new(), target))?;

@@ -85,7 +85,10 @@ pub(super) fn main(text: &str) -> ! {
     }));
     let config: Value = serde_json::from_str(text).expect("the text of a configuration");
     let vmm = Arc::new(Vmm::new(&config));
-    let path = config["api"].as_str().expect("a path");
+    let mut path = Path::new(config["api"].as_str().expect("a path")).to_owned();
+    if let Some(jail) = config["jail"].as_str() {
+        path = Path::new("/").join(path.strip_prefix(jail).expect("a path in the jail"));
+    }
     let api = UnixListener::bind(path).expect("a path for the API socket");
     let served = Arc::clone(&vmm);
     std::thread::spawn(move || {
