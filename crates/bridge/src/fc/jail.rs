@@ -182,7 +182,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 }
 
 fn root_of(process: Pid) -> PathBuf {
-    format!("/proc/{}/root/", process.as_raw_nonzero()).into()
+    format!("/proc/{}/root", process.as_raw_nonzero()).into()
 }
 
 /// Whether the root of a process is another directory than ours. If we may not look, it is ours:

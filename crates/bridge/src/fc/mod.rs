@@ -11,9 +11,10 @@
 //! userfaultfd. It places pages there as they arrive. When all are there, it takes the userfaultfd
 //! off the memory, and Firecracker needs nobody any more.
 //!
-//! Pages that have changed since their copy come by post-copy. The pause has the time in which Firecracker writes its memory to
-//! ours: see [`Pause`]. The source host needs the VM's memory once more until the move is over. The
-//! destination host does not: a page that the process has is freed here.
+//! Pages that have changed since their copy come by post-copy. The pause has the time in which
+//! Firecracker writes its memory to ours: see [`Pause`]. The source host needs the VM's memory once
+//! more until the move is over. The destination host does not: a page that the process has is freed
+//! here.
 //!
 //! | what fails | the VM at the source | the VM at the destination |
 //! |---|---|---|

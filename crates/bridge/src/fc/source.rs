@@ -164,8 +164,8 @@ impl Source {
         self.vmm.hold().parts
     }
 
-    /// Moves the VM, as [`migrate`] does. If its memory cannot be read while it runs, all pages come
-    /// by post-copy.
+    /// Moves the VM, as [`migrate`] does. If its memory cannot be read while it runs, all pages
+    /// come by post-copy.
     ///
     /// # Errors
     /// [`SourceError`] says where the VM is.

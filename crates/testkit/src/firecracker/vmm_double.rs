@@ -192,7 +192,9 @@ fn program(jail: Option<&Path>) -> Option<Command> {
     let script = "set -e
         mount --bind \"$0\" \"$0\"
         cd \"$0\"
-        for each in lib lib64 usr; do [ -d /$each ] || continue; mkdir -p $each; mount --bind /$each $each; done
+        for each in lib lib64 usr; do
+            if [ -d /$each ]; then mkdir -p $each; mount --bind /$each $each; fi
+        done
         touch program
         mount --bind \"$1\" program
         shift
