@@ -116,6 +116,9 @@ pub(super) struct MachineConfig {
     huge_pages: Option<String>,
 }
 
+/// Huge pages of a pool, in Firecracker's words.
+const POOL: &str = "2M";
+
 /// The most MiB of a VM: what fits in a file.
 const MAX_MIB: u64 = 1 << 40;
 
@@ -128,12 +131,19 @@ impl MachineConfig {
             return Err(format!("it has {mib} MiB: expected 1 to {MAX_MIB}"));
         }
         match config.huge_pages.as_deref() {
-            None | Some("None" | "Transparent") => Ok(config),
+            None | Some("None" | "Transparent" | POOL) => Ok(config),
             Some(other) => {
                 let other = other.escape_debug();
-                Err(format!("huge_pages is {other}: expected None"))
+                Err(format!(
+                    "huge_pages is {other}: expected None, Transparent or {POOL}"
+                ))
             }
         }
+    }
+
+    /// Whether the VM has huge pages of a pool.
+    pub(super) fn has_pool(&self) -> bool {
+        self.huge_pages.as_deref() == Some(POOL)
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -215,7 +225,10 @@ mod tests {
     fn a_configuration_that_cannot_move_is_refused_with_a_reason() {
         let parse = |text: &str| MachineConfig::parse(text.as_bytes());
         let right = r#"{"mem_size_mib":128,"vcpu_count":2,"huge_pages":"None","smt":false}"#;
-        assert_eq!(parse(right).unwrap().bytes(), 128 << 20);
+        let config = parse(right).unwrap();
+        assert_eq!((config.bytes(), config.has_pool()), (128 << 20, false));
+        let huge = parse(r#"{"mem_size_mib":128,"vcpu_count":2,"huge_pages":"2M"}"#);
+        assert!(huge.unwrap().has_pool());
         for (text, why) in [
             ("", "EOF"),
             ("[]", "invalid length"),
@@ -227,8 +240,8 @@ mod tests {
                 "expected 1 to",
             ),
             (
-                r#"{"mem_size_mib":128,"vcpu_count":2,"huge_pages":"2M"}"#,
-                "huge_pages is 2M: expected None",
+                r#"{"mem_size_mib":128,"vcpu_count":2,"huge_pages":"1G"}"#,
+                "huge_pages is 1G: expected None",
             ),
         ] {
             let error = parse(text).err().unwrap();

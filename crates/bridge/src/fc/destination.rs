@@ -176,6 +176,8 @@ struct Guest {
     ram: Arc<GuestRam>,
     api: Api,
     overrides: Overrides,
+    /// Whether the VM had huge pages of a pool.
+    had_pool: bool,
     place: Place,
     listener: UnixListener,
     /// The process's memory, from the handshake on.
@@ -216,8 +218,8 @@ struct Progress {
 /// A guest as the machine, its vCPUs and its one device.
 struct Seam(Arc<Guest>);
 
-/// Checks that an offer is such a VM. Returns the size of its memory.
-fn check(offer: &Offer) -> Result<u64, FcError> {
+/// Checks that an offer is such a VM.
+fn check(offer: &Offer) -> Result<MachineConfig, FcError> {
     if offer.kind.engine.as_str() != KIND.engine {
         let why = format!(
             "its engine is {}, expected {}",
@@ -234,7 +236,7 @@ fn check(offer: &Offer) -> Result<u64, FcError> {
         );
         return Err(FcError::Offer(why));
     }
-    Ok(offer.memory_bytes)
+    Ok(config)
 }
 
 impl Guest {
@@ -244,7 +246,8 @@ impl Guest {
         destination: &Arc<Destination>,
         offer: &Offer,
     ) -> Result<Self, FcError> {
-        let bytes = check(offer)?;
+        let config = check(offer)?;
+        let bytes = config.bytes();
         let api = Api::new(&options.api);
         let instance = api.instance(STEP_LIMIT)?;
         if instance.state != "Not started" {
@@ -271,6 +274,7 @@ impl Guest {
             ram: Arc::new(ram),
             api,
             overrides: options.overrides.clone(),
+            had_pool: config.has_pool(),
             place,
             listener,
             memory: OnceLock::new(),
@@ -342,6 +346,10 @@ impl Guest {
             "resume_vm": false,
         });
         self.overrides.add_to(&mut body);
+        if self.had_pool {
+            // Pages of 4 KiB arrive one by one. The kernel joins them when all are there.
+            body["huge_pages"] = "Transparent".into();
+        }
         let mut call = self.api.begin("PUT /snapshot/load", Some(&body))?;
         let began = Instant::now();
         let stream = loop {

@@ -194,7 +194,7 @@ fn a_process_that_does_not_fit_is_refused_with_a_reason() {
         api: directory.join(name),
     };
     for (options, sentence) in [
-        (hosts.source_options(), "huge_pages is 2M: expected None"),
+        (hosts.source_options(), "huge_pages is 1G: expected None"),
         (hosts.target_as_source(), "the VM is 'Not started'"),
         (options("none"), "cannot reach the API socket"),
         (options("file"), "cannot reach the API socket"),

@@ -2,6 +2,8 @@
 
 use crate::fc::{Hosts, PAGES, route_by};
 use pageferry_bridge::fc::Overrides;
+use pageferry_migration::Switch;
+use pageferry_testkit::HugePages;
 use pageferry_testkit::firecracker::Quirk;
 use pageferry_testkit::shaper::Which;
 use pageferry_testkit::wait_until;
@@ -67,6 +69,26 @@ fn a_vm_of_firecracker_finds_other_devices_at_its_destination() {
     assert_eq!(loaded["clock_realtime"], true, "{loaded}");
 }
 
+/// Its pages have 4 KiB at the destination.
+#[test]
+fn a_vm_with_huge_pages_of_a_pool_moves() {
+    let Some(_pool) = HugePages::at_least(6) else {
+        return;
+    };
+    let quirks = [Quirk::Pool, Quirk::Right];
+    let Some(mut hosts) = Hosts::with(&[12 << 20], None, quirks) else {
+        return;
+    };
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
+    let sent = moved.sent.unwrap();
+    assert!(sent.pages.precopy > 0, "{:?}", sent.pages);
+    moved.received.unwrap();
+    let loaded = hosts.target.status().loaded;
+    assert_eq!(loaded["huge_pages"], "Transparent", "{loaded}");
+    check_arrived(&mut hosts, "Running");
+}
+
 #[test]
 fn a_paused_vm_of_firecracker_arrives_paused() {
     let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
@@ -87,6 +109,7 @@ fn check_balloon(regions: &[u64]) {
     let Some(mut hosts) = Hosts::with(regions, Some(300), [Quirk::Right; 2]) else {
         return;
     };
+    hosts.switch = Switch::AfterPasses(1);
     wait_until("removals", || hosts.source.status().removals > 20);
     let shaper = hosts.slow_link();
     let route = route_by(&shaper);
@@ -140,8 +163,7 @@ fn pages_that_change_behind_their_copy_arrive_right() {
         return;
     };
     wait_until("the guest to work", || hosts.source.status().touches > 500);
-    let shaper = hosts.slow_link();
-    let route = route_by(&shaper);
+    let route = hosts.route();
     let moved = hosts.migrate(&route, |_| ());
     let sent = moved.sent.unwrap();
     assert!(sent.pages.precopy > PAGES / 2, "{:?}", sent.pages);

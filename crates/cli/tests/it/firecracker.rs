@@ -104,7 +104,7 @@ fn a_vm_of_firecracker_that_cannot_move_has_its_exit_code() {
     hosts
         .migrate(&[])
         .end()
-        .assert_failed(17, "huge_pages is 2M: expected None");
+        .assert_failed(17, "huge_pages is 1G: expected None");
     assert_eq!(hosts.source.status().state, "Running");
 }
 
