@@ -341,6 +341,13 @@ impl<'a> PageFrame<'a> {
         pages.map(|run| ledger.acknowledge(run)).sum()
     }
 
+    /// Makes the pages that need not be sent unsent again.
+    pub(super) fn give_back_unchanged(&mut self, ledger: &Ledger) {
+        for run in self.unchanged.drain(..) {
+            ledger.unclaim(run);
+        }
+    }
+
     /// Notes what the frame brings of each page. The frame is one of a running guest.
     pub(super) fn note_sent(&self, hashes: &SentHashes) {
         let mut data = self.copied_hashes.iter();
@@ -510,6 +517,21 @@ mod tests {
             }
             true
         }
+    }
+
+    #[test]
+    fn unchanged_pages_that_are_given_back_are_unsent() {
+        let (ram, ledger) = memory();
+        let hashes = SentHashes::try_new(256).unwrap();
+        (0..256).for_each(|page| hashes.note(RamPage(page), SentHashes::of_zero()));
+        ledger.set_unsent(0..256);
+        let mut frame = PageFrame::new(&ram);
+        frame.compare_with(Some(&hashes));
+        frame.copy(&ledger, 0).unwrap();
+        assert_eq!((frame.list().is_empty(), ledger.in_flight()), (true, 256));
+        frame.give_back_unchanged(&ledger);
+        assert_eq!((ledger.unsent_count(), ledger.in_flight()), (256, 0));
+        assert_eq!(frame.release_unchanged(&ledger), 0);
     }
 
     #[test]
