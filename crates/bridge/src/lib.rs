@@ -7,7 +7,7 @@
 //!
 //! **Mechanism.** [`tunnel`] carries the streams of QEMU, libvirt and Cloud Hypervisor between two
 //! hosts. [`ch`] moves a VM between two unchanged Cloud Hypervisor processes, and [`fc`] between
-//! two unchanged Firecracker processes, by post-copy.
+//! two unchanged Firecracker processes, by pre-copy and post-copy.
 //!
 //! **Neighbours.** Below: `migration` has the connections, their handshake and TLS, and the
 //! governor. `pager` has the handshake of a userfaultfd. Above: `cli`.

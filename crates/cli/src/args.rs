@@ -10,6 +10,7 @@ use crate::tunnel::TunnelArgs;
 use crate::{rate, size};
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use pageferry_bridge::fc::Overrides;
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
 use pageferry_migration::{CpuList, Limits, Settings, SourceConfig, Switch, Tracking};
@@ -438,6 +439,43 @@ pub(crate) struct LimitArgs {
     pub(crate) give_up_after: Option<Duration>,
 }
 
+/// What a VM of Firecracker finds at its destination.
+#[derive(Debug, Args)]
+pub(crate) struct FirecrackerArgs {
+    /// Of a VM of Firecracker, give this network interface of its configuration another tap device,
+    /// such as eth0=tap7; repeat for more
+    #[arg(long = "network-override", value_name = "IFACE=TAP", value_parser = network_override)]
+    network: Vec<(String, String)>,
+    /// Of a VM of Firecracker, the Unix socket of its vsock device here (since Firecracker 1.16)
+    #[arg(long, value_name = "PATH")]
+    vsock_path: Option<PathBuf>,
+    /// Of a VM of Firecracker, advance the guest's clock by the time of the move (x86-64)
+    #[arg(long)]
+    clock_realtime: bool,
+}
+
+impl FirecrackerArgs {
+    pub(crate) fn overrides(&self) -> Overrides {
+        Overrides {
+            network: self.network.clone(),
+            vsock: self.vsock_path.clone(),
+            clock_realtime: self.clock_realtime,
+        }
+    }
+}
+
+/// Parses a network interface and its tap device.
+fn network_override(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((interface, tap)) if !interface.is_empty() && !tap.is_empty() => {
+            Ok((interface.to_owned(), tap.to_owned()))
+        }
+        _ => Err(format!(
+            "'{text}' is no override: expected IFACE=TAP, such as eth0=tap7"
+        )),
+    }
+}
+
 /// The CPUs of a migration's threads.
 #[derive(Debug, Args)]
 pub(crate) struct CpuArgs {
@@ -778,6 +816,8 @@ pub(crate) struct ReceiveArgs {
     /// socket, which has no VM. The command ends when that process has all of it
     #[arg(long = "for", value_name = "ch:API_SOCKET|fc:API_SOCKET")]
     pub(crate) for_vmm: Option<crate::bridge::Vmm>,
+    #[command(flatten)]
+    pub(crate) firecracker: FirecrackerArgs,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
     /// Go on in the background once it listens: print the address and the VM's name, and end with

@@ -41,6 +41,7 @@ pub(crate) fn receive(
     if let Some(parent) = args.child_of {
         end_with(parent)?;
     }
+    Vmm::check(args.for_vmm.as_ref(), args)?;
     // A host that lacks the backing takes no VM at all.
     args.backing.backing.check(0)?;
     let (host, jobs) = Host::new();

@@ -199,7 +199,7 @@ pub struct NewMachine {
 /// **For implementers.** The provided methods fit one kind of machine: its vCPUs reach memory by
 /// [`GuestRam`] alone, as a VMM's devices do. They find missing pages and log writes there. A
 /// machine whose vCPUs reach memory in another way implements *every* method but
-/// [`Machine::console`] and [`Machine::blackout_cost`]. Otherwise the writes of its vCPUs are in no
+/// [`Machine::console`], [`Machine::blackout_cost`] and [`Machine::refresh`]. Otherwise the writes of its vCPUs are in no
 /// dirty log, and a migration loses them. Such a machine calls [`GuestRam::arm`],
 /// [`GuestRam::begin`] and [`GuestRam::harvest_writes`] for the VMM's own accesses.
 ///
@@ -231,6 +231,16 @@ pub trait Machine: Send + Sync {
     /// dirty log never calls [`Machine::set_dirty_log`] and [`Machine::harvest_dirty`].
     fn has_dirty_log(&self) -> bool {
         true
+    }
+
+    /// Brings RAM's bytes of `pages` pages from `first` up to date, if RAM is a copy of memory that
+    /// the guest has elsewhere. Pages that it cannot read stay as they are. A source calls this
+    /// before it reads pages of a running guest, from several threads at once, and never behind
+    /// [`Vcpus::pause`](crate::Vcpus::pause). That one brings all of RAM up to date.
+    ///
+    /// Returns false if RAM is the guest's own memory, which nothing has to bring up to date.
+    fn refresh(&self, _first: RamPage, _pages: u64) -> bool {
+        false
     }
 
     /// Starts or stops logging of the pages that vCPUs and the VMM write.

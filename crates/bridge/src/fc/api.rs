@@ -4,6 +4,7 @@
 
 use super::error::FcError;
 use crate::ch::{ChError, parse_answer};
+use rustix::process::Pid;
 use serde::Deserialize;
 use serde_json::Value;
 use std::io::{ErrorKind, Read as _, Write as _};
@@ -28,6 +29,13 @@ pub(super) struct Call {
 }
 
 impl Call {
+    /// The process that listens, if it is visible here.
+    fn process(&self) -> Option<Pid> {
+        let peer = rustix::net::sockopt::socket_peercred(&self.stream);
+        // The kernel has no number for a process of another namespace.
+        peer.ok().map(|peer| peer.pid)
+    }
+
     /// The body of the answer, if it comes within `wait`.
     pub(super) fn poll(&mut self, wait: Duration) -> Result<Option<Vec<u8>>, FcError> {
         let endpoint = self.endpoint;
@@ -95,6 +103,9 @@ fn reason(body: &[u8]) -> String {
 pub(super) struct Instance {
     pub(super) state: String,
     pub(super) vmm_version: String,
+    /// The process that has the API socket, if it is visible here.
+    #[serde(skip)]
+    pub(super) process: Option<Pid>,
 }
 
 /// The part of `GET /machine-config` that a move needs. Other fields are ignored.
@@ -104,6 +115,9 @@ pub(super) struct MachineConfig {
     pub(super) vcpu_count: u32,
     huge_pages: Option<String>,
 }
+
+/// Huge pages of a pool, in Firecracker's words.
+const POOL: &str = "2M";
 
 /// The most MiB of a VM: what fits in a file.
 const MAX_MIB: u64 = 1 << 40;
@@ -117,12 +131,19 @@ impl MachineConfig {
             return Err(format!("it has {mib} MiB: expected 1 to {MAX_MIB}"));
         }
         match config.huge_pages.as_deref() {
-            None | Some("None" | "Transparent") => Ok(config),
+            None | Some("None" | "Transparent" | POOL) => Ok(config),
             Some(other) => {
                 let other = other.escape_debug();
-                Err(format!("huge_pages is {other}: expected None"))
+                Err(format!(
+                    "huge_pages is {other}: expected None, Transparent or {POOL}"
+                ))
             }
         }
+    }
+
+    /// Whether the VM has huge pages of a pool.
+    pub(super) fn has_pool(&self) -> bool {
+        self.huge_pages.as_deref() == Some(POOL)
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -175,10 +196,16 @@ impl Api {
 
     pub(super) fn instance(&self, limit: Duration) -> Result<Instance, FcError> {
         const ENDPOINT: &str = "GET /";
-        let body = self.call(ENDPOINT, None, limit)?;
-        serde_json::from_slice(&body).map_err(|e| FcError::Http {
+        let mut call = self.begin(ENDPOINT, None)?;
+        let process = call.process();
+        let body = call.wait(limit)?;
+        let instance = serde_json::from_slice(&body).map_err(|e| FcError::Http {
             endpoint: ENDPOINT,
             why: e.to_string(),
+        })?;
+        Ok(Instance {
+            process,
+            ..instance
         })
     }
 
@@ -198,7 +225,10 @@ mod tests {
     fn a_configuration_that_cannot_move_is_refused_with_a_reason() {
         let parse = |text: &str| MachineConfig::parse(text.as_bytes());
         let right = r#"{"mem_size_mib":128,"vcpu_count":2,"huge_pages":"None","smt":false}"#;
-        assert_eq!(parse(right).unwrap().bytes(), 128 << 20);
+        let config = parse(right).unwrap();
+        assert_eq!((config.bytes(), config.has_pool()), (128 << 20, false));
+        let huge = parse(r#"{"mem_size_mib":128,"vcpu_count":2,"huge_pages":"2M"}"#);
+        assert!(huge.unwrap().has_pool());
         for (text, why) in [
             ("", "EOF"),
             ("[]", "invalid length"),
@@ -210,8 +240,8 @@ mod tests {
                 "expected 1 to",
             ),
             (
-                r#"{"mem_size_mib":128,"vcpu_count":2,"huge_pages":"2M"}"#,
-                "huge_pages is 2M: expected None",
+                r#"{"mem_size_mib":128,"vcpu_count":2,"huge_pages":"1G"}"#,
+                "huge_pages is 1G: expected None",
             ),
         ] {
             let error = parse(text).err().unwrap();

@@ -16,10 +16,10 @@
 
 use super::api::{Api, Call, MachineConfig};
 use super::error::FcError;
+use super::jail::Place;
 use super::memory::Memory;
 use super::source::{adopt, memfd};
 use super::{KIND, MAX_STATE_BYTES, STATE_DEVICE, STATE_VERSION, STEP_LIMIT, VM_PAUSED, VM_RUNS};
-use crate::ch::api::Meeting;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{
     Apply, ArmOptions, Delivery, DeliveryInUse, Device, FaultEvent, FaultEvents, GuestRam, Machine,
@@ -54,6 +54,39 @@ const WATCH: Duration = Duration::from_millis(20);
 pub struct ReceiverOptions {
     /// Its API socket.
     pub api: PathBuf,
+    /// What differs from the source.
+    pub overrides: Overrides,
+}
+
+/// What a VM finds here in the place of what it had at its source. Firecracker refuses what its
+/// version does not know, before `Go`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Overrides {
+    /// The names of network interfaces in the VM's configuration, and their tap devices here.
+    pub network: Vec<(String, String)>,
+    /// The Unix socket of the VM's vsock device (since 1.16).
+    pub vsock: Option<PathBuf>,
+    /// Whether the guest's clock is advanced by the time of the move (x86-64).
+    pub clock_realtime: bool,
+}
+
+impl Overrides {
+    /// Adds them to the body of a load. An older version knows none of the fields.
+    fn add_to(&self, body: &mut serde_json::Value) {
+        if !self.network.is_empty() {
+            let taps = self
+                .network
+                .iter()
+                .map(|(interface, tap)| json!({ "iface_id": interface, "host_dev_name": tap }));
+            body["network_overrides"] = taps.collect();
+        }
+        if let Some(path) = &self.vsock {
+            body["vsock_override"] = json!({ "uds_path": path });
+        }
+        if self.clock_realtime {
+            body["clock_realtime"] = true.into();
+        }
+    }
 }
 
 /// A failed arrival.
@@ -142,7 +175,10 @@ impl Drop for Running {
 struct Guest {
     ram: Arc<GuestRam>,
     api: Api,
-    meeting: Meeting,
+    overrides: Overrides,
+    /// Whether the VM had huge pages of a pool.
+    had_pool: bool,
+    place: Place,
     listener: UnixListener,
     /// The process's memory, from the handshake on.
     memory: OnceLock<Memory>,
@@ -182,8 +218,8 @@ struct Progress {
 /// A guest as the machine, its vCPUs and its one device.
 struct Seam(Arc<Guest>);
 
-/// Checks that an offer is such a VM. Returns the size of its memory.
-fn check(offer: &Offer) -> Result<u64, FcError> {
+/// Checks that an offer is such a VM.
+fn check(offer: &Offer) -> Result<MachineConfig, FcError> {
     if offer.kind.engine.as_str() != KIND.engine {
         let why = format!(
             "its engine is {}, expected {}",
@@ -200,7 +236,7 @@ fn check(offer: &Offer) -> Result<u64, FcError> {
         );
         return Err(FcError::Offer(why));
     }
-    Ok(offer.memory_bytes)
+    Ok(config)
 }
 
 impl Guest {
@@ -210,7 +246,8 @@ impl Guest {
         destination: &Arc<Destination>,
         offer: &Offer,
     ) -> Result<Self, FcError> {
-        let bytes = check(offer)?;
+        let config = check(offer)?;
+        let bytes = config.bytes();
         let api = Api::new(&options.api);
         let instance = api.instance(STEP_LIMIT)?;
         if instance.state != "Not started" {
@@ -219,12 +256,13 @@ impl Guest {
                 expected: "Not started, in a new process",
             });
         }
-        let meeting = Meeting::beside(api.path())?;
+        let place = Place::beside(api.path(), instance.process)?;
+        let meeting = &place.meeting;
         let failed = |e| FcError::io(format!("cannot listen on {}", meeting.socket.display()), e);
         let listener = UnixListener::bind(&meeting.socket).map_err(failed)?;
         meeting.give_away(&meeting.socket);
         listener.set_nonblocking(true).map_err(failed)?;
-        let ram = adopt(&memfd(bytes)?, bytes)?;
+        let ram = adopt(&memfd(bytes)?, bytes, true)?;
         let os = |e: rustix::io::Errno| FcError::io("cannot make descriptors for faults", e);
         let faults = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(os)?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
@@ -235,7 +273,9 @@ impl Guest {
         Ok(Self {
             ram: Arc::new(ram),
             api,
-            meeting,
+            overrides: options.overrides.clone(),
+            had_pool: config.has_pool(),
+            place,
             listener,
             memory: OnceLock::new(),
             stream: OnceLock::new(),
@@ -286,7 +326,7 @@ impl Guest {
 
     /// Lets the process load a state file, and takes its handshake. Returns the call under way.
     fn load(&self, state: &[u8]) -> Result<Call, FcError> {
-        let path = self.meeting.directory.join("state");
+        let path = self.place.meeting.directory.join("state");
         let failed = |e| FcError::io(format!("cannot write {}", path.display()), e);
         // The directory is Firecracker's. A link of its own there is not followed.
         let mut file = OpenOptions::new()
@@ -295,13 +335,21 @@ impl Guest {
             .mode(0o600)
             .open(&path)
             .map_err(failed)?;
-        self.meeting.give_file_away(&file);
+        self.place.meeting.give_file_away(&file);
         file.write_all(state).map_err(failed)?;
-        let body = json!({
-            "snapshot_path": path,
-            "mem_backend": { "backend_type": "Uffd", "backend_path": self.meeting.socket },
+        let mut body = json!({
+            "snapshot_path": self.place.inside(&path),
+            "mem_backend": {
+                "backend_type": "Uffd",
+                "backend_path": self.place.inside(&self.place.meeting.socket),
+            },
             "resume_vm": false,
         });
+        self.overrides.add_to(&mut body);
+        if self.had_pool {
+            // Pages of 4 KiB arrive one by one. The kernel joins them when all are there.
+            body["huge_pages"] = "Transparent".into();
+        }
         let mut call = self.api.begin("PUT /snapshot/load", Some(&body))?;
         let began = Instant::now();
         let stream = loop {

@@ -57,6 +57,9 @@ pub enum FcError {
     /// The VM's configuration.
     #[error("this VM cannot move: {0}")]
     Config(String),
+    /// Its root directory is not ours.
+    #[error("Firecracker is in a jail: {0}")]
+    Jail(String),
     /// Its state file.
     #[error("the state file has {0} bytes: expected 1 to {max}", max = super::MAX_STATE_BYTES)]
     StateLength(u64),

@@ -4,15 +4,17 @@
 //! the source as it was. From then on a lost connection costs only waiting. A page that the guest
 //! gave back never gets its old contents.
 //!
-//! **Mechanism.** [`Source`] pauses the VM, and lets Firecracker write a full snapshot. Its memory
-//! file is a memfd of ours, so this process has all pages then. The state file travels as the state
+//! **Mechanism.** [`Source`] copies pages while the VM runs, by a guess where they are. Then it
+//! pauses the VM, and lets Firecracker write a full snapshot. Its memory file is a memfd of ours,
+//! with the copies, so this process has all pages then. The state file travels as the state
 //! of one device. [`receive`] lets a process without a VM load it, with its memory from our
 //! userfaultfd. It places pages there as they arrive. When all are there, it takes the userfaultfd
 //! off the memory, and Firecracker needs nobody any more.
 //!
-//! All pages come by post-copy. The pause has the time in which Firecracker writes its memory to
-//! ours: see [`Pause`]. The source host needs the VM's memory once more until the move is over. The
-//! destination host does not: a page that the process has is freed here.
+//! Pages that have changed since their copy come by post-copy. The pause has the time in which
+//! Firecracker writes its memory to ours: see [`Pause`]. The source host needs the VM's memory once
+//! more until the move is over. The destination host does not: a page that the process has is freed
+//! here.
 //!
 //! | what fails | the VM at the source | the VM at the destination |
 //! |---|---|---|
@@ -35,10 +37,12 @@
 mod api;
 mod destination;
 mod error;
+mod jail;
 mod memory;
+mod running;
 mod source;
 
-pub use destination::{ReceiveError, ReceiverOptions, receive};
+pub use destination::{Overrides, ReceiveError, ReceiverOptions, receive};
 pub use error::FcError;
 pub use source::{Pause, Source, SourceError, SourceOptions};
 

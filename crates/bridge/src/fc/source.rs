@@ -8,16 +8,21 @@
 //! asks for a full snapshot, whose memory file is our memfd. The memfd's size is sealed. A VM of
 //! another size cannot be written to it, and that is an error.
 //!
+//! Until then the memfd has a copy of what is probably the guest's memory ([`Machine::refresh`]).
+//! `migration` sends that, and confirms or resends each page after the pause.
+//!
 //! Diff snapshots would lack pages that the last snapshot had. So all snapshots are full.
 //!
-//! **Neighbours.** `migration` moves the VM. `destination` is the other seam.
+//! **Neighbours.** `migration` moves the VM. `running` reads its memory. `destination` is the other
+//! seam.
 #![expect(unsafe_code, reason = "shares memory with another VMM")]
 
 use super::api::{Api, MachineConfig};
 use super::error::FcError;
+use super::jail::{MemoryFile, Place};
+use super::running::Running;
 use super::{KIND, MAX_STATE_BYTES, STATE_DEVICE, STATE_VERSION, STEP_LIMIT, VM_PAUSED, VM_RUNS};
-use crate::ch::api::Meeting;
-use pageferry_addr::Gpa;
+use pageferry_addr::{Gpa, RamPage};
 use pageferry_machine::{
     AdoptedRegion, Apply, BlackoutCost, Device, GuestRam, Machine, MachineError, MachineKind,
     PauseReport, VcpuState, Vcpus,
@@ -31,7 +36,7 @@ use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 use serde_json::json;
 use std::fs::OpenOptions;
 use std::io::Read as _;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -84,6 +89,8 @@ pub struct Source {
     vcpus: u32,
     machine: Arc<dyn Machine>,
     devices: [Arc<dyn Device>; 1],
+    /// Why the memory cannot be copied while the VM runs.
+    unread: Option<String>,
 }
 
 impl Source {
@@ -107,17 +114,23 @@ impl Source {
         let text = api.call("GET /machine-config", None, STEP_LIMIT)?;
         let config = MachineConfig::parse(&text).map_err(FcError::Config)?;
         let bytes = config.bytes();
-        let file = memfd(bytes)?;
-        let ram = adopt(&file, bytes)?;
+        let place = Place::beside(api.path(), instance.process)?;
+        let file = place.memory_file(bytes)?;
+        let ram = adopt(&file.fd, bytes, file.is_sealed)?;
         info!(
             bytes,
             runs,
             version = instance.vmm_version,
             "Firecracker has a VM to move"
         );
+        let (running, unread) = match Running::find(instance.process, bytes) {
+            Ok(running) => (Some(running), None),
+            Err(why) => (None, Some(why)),
+        };
         let vmm = Arc::new(Vmm {
+            running,
             ram: Arc::new(ram),
-            meeting: Meeting::beside(api.path())?,
+            place,
             api,
             file,
             was_running: runs,
@@ -129,6 +142,7 @@ impl Source {
             machine: Arc::clone(&vmm) as _,
             devices: [Arc::clone(&vmm) as _],
             vmm,
+            unread,
         })
     }
 
@@ -150,8 +164,8 @@ impl Source {
         self.vmm.hold().parts
     }
 
-    /// Moves the VM, as [`migrate`] does. All pages come by post-copy: before the pause, they are
-    /// not here.
+    /// Moves the VM, as [`migrate`] does. If its memory cannot be read while it runs, all pages
+    /// come by post-copy.
     ///
     /// # Errors
     /// [`SourceError`] says where the VM is.
@@ -168,12 +182,18 @@ impl Source {
             devices: &self.devices,
         };
         session.prepare(config.settings);
-        let now = Change {
-            switch: Some(Switch::NOW),
-            ..Change::default()
-        };
-        // If it is refused, the migration ends before the pause: there is no dirty log.
-        let _ = session.set(&now);
+        if let Some(why) = &self.unread {
+            info!(%why, "Firecracker's memory cannot be read while its VM runs");
+            observer.note(&format!(
+                "{why}: the VM's memory cannot be read while it runs, so all pages follow it"
+            ));
+            let now = Change {
+                switch: Some(Switch::NOW),
+                ..Change::default()
+            };
+            // If it is refused, the copy in pre-copy is of zeros, which costs time only.
+            let _ = session.set(&now);
+        }
         let outcome = migrate(&vm, route, &self.config, config, session, observer);
         let failure = match outcome {
             Ok(report) => return Ok(report),
@@ -208,22 +228,29 @@ pub(super) fn memfd(bytes: u64) -> Result<OwnedFd, FcError> {
 }
 
 /// Guest memory in the order of Firecracker's memory file, without its holes.
-pub(super) fn adopt(file: &OwnedFd, bytes: u64) -> Result<GuestRam, FcError> {
+pub(super) fn adopt(file: &OwnedFd, bytes: u64, is_sealed: bool) -> Result<GuestRam, FcError> {
     let fd = file.try_clone();
     let fd = fd.map_err(|e| FcError::io("cannot clone a memfd", e))?;
     let region = AdoptedRegion::new(Gpa(0), bytes, fd, 0);
-    // SAFETY: the memfd is new, and no guest has it mapped. At a source, Firecracker alone writes
-    // it, as the one vCPU of this machine, until `Vcpus::pause` returns. At a destination only this
-    // process writes it, through the calls of `machine`.
+    // Firecracker changes the size only if it has more memory or less, in a pause that then fails.
+    let region = if is_sealed {
+        region
+    } else {
+        region.keeps_size()
+    };
+    // SAFETY: the memfd is new, and no guest has it mapped. At a source, the vCPU of this machine
+    // is Firecracker with the copies of `Running`. They alone write it, until `Vcpus::pause`
+    // returns. At a destination only this process writes it, through the calls of `machine`.
     Ok(unsafe { GuestRam::adopt(vec![region]) }?)
 }
 
 /// A Firecracker whose VM moves: the machine, its vCPUs and its one device.
 struct Vmm {
+    running: Option<Running>,
     ram: Arc<GuestRam>,
     api: Api,
-    meeting: Meeting,
-    file: OwnedFd,
+    place: Place,
+    file: MemoryFile,
     was_running: bool,
     hold: Mutex<Hold>,
 }
@@ -250,23 +277,36 @@ impl Vmm {
         self.hold.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether only Firecracker writes the memfd.
+    fn hold_copies(&self, held: bool) {
+        if let Some(running) = &self.running {
+            running.hold(held);
+        }
+    }
+
     /// Pauses the VM, and lets Firecracker save it.
     fn pause_and_save(&self) -> Result<Saved, FcError> {
         let began = Instant::now();
+        self.hold_copies(true);
         if self.was_running {
             self.api.set_running(false, STEP_LIMIT)?;
         }
         let stopped = Instant::now();
-        let path = self.meeting.directory.join("state");
-        let memory = format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd());
+        let path = self.place.meeting.directory.join("state");
         let body = json!({
             "snapshot_type": "Full",
-            "snapshot_path": path,
-            "mem_file_path": memory,
+            "snapshot_path": self.place.inside(&path),
+            "mem_file_path": self.file.path,
         });
         let bytes = self.ram.layout().bytes();
         let limit = STEP_LIMIT + Duration::from_secs(bytes / SLOWEST_WRITE);
         self.api.call("PUT /snapshot/create", Some(&body), limit)?;
+        let failed = |e| FcError::io("cannot look at the memory file", e);
+        let found = rustix::fs::fstat(&self.file.fd).map_err(failed)?.st_size;
+        if found as u64 != bytes {
+            let why = format!("its memory file has {found} bytes: expected {bytes}");
+            return Err(FcError::Config(why));
+        }
         let state = read_state(&path)?;
         let _ = std::fs::remove_file(&path);
         let parts = Pause {
@@ -292,6 +332,7 @@ impl Vmm {
         hold.asked = false;
         // A VM that runs is not the saved one any more.
         hold.saved = None;
+        self.hold_copies(false);
     }
 }
 
@@ -320,13 +361,22 @@ impl Machine for Vmm {
     fn ram(&self) -> &Arc<GuestRam> {
         &self.ram
     }
-    /// A guess from the size: the snapshot is most of it.
+    /// A guess from the size: the snapshot is most of it. A double took a third of the time for a
+    /// memfd that had its memory before.
     fn blackout_cost(&self) -> BlackoutCost {
-        let save = Duration::from_millis(self.ram.layout().bytes() >> 20);
+        let us = if self.running.is_some() { 300 } else { 1000 };
+        let save = Duration::from_micros((self.ram.layout().bytes() >> 20) * us);
         BlackoutCost::new(Duration::from_millis(50) + save, Duration::ZERO)
     }
     fn has_dirty_log(&self) -> bool {
         false
+    }
+    fn refresh(&self, first: RamPage, pages: u64) -> bool {
+        let Some(running) = &self.running else {
+            return false;
+        };
+        running.copy_to(&self.file.fd, first.0..first.0 + pages);
+        true
     }
     fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {
         match on {

@@ -2,23 +2,24 @@
 
 use crate::ch::Directory;
 use pageferry_bridge::fc::{
-    Pause, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions, receive,
+    Overrides, Pause, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions, receive,
 };
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationReport, Listener, PlainPolicy, Route, SourceConfig,
-    SourceReport, SourceSession, Unobserved,
+    SourceReport, SourceSession, Switch, Unobserved,
 };
 use pageferry_testkit::firecracker::{Quirk, VmmConfig, VmmDouble};
 use pageferry_testkit::shaper::{Plan, Shaper};
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// The longest move of a test.
 const LIMIT: Duration = Duration::from_secs(120);
-/// 12 MiB in two regions.
-pub(crate) const REGIONS: [u64; 2] = [8 << 20, 4 << 20];
+/// 12 MiB in two regions. No real VM of this size has two, so they are not found in its process.
+const REGIONS: [u64; 2] = [8 << 20, 4 << 20];
 pub(crate) const PAGES: u64 = (12 << 20) / 4096;
 
 /// Two doubles, and what moves a VM from one to the other.
@@ -27,7 +28,19 @@ pub(crate) struct Hosts {
     pub(crate) target: VmmDouble,
     pub(crate) session: SourceSession,
     pub(crate) destination: Arc<Destination>,
-    directory: Directory,
+    /// The end of pre-copy.
+    pub(crate) switch: Switch,
+    /// The API sockets of both.
+    pub(crate) apis: [PathBuf; 2],
+    pub(crate) directory: Directory,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Places {
+    /// Both have the root of the test.
+    Beside,
+    /// Each has a root of its own.
+    Jails,
 }
 
 /// What both ends say about a move.
@@ -52,30 +65,58 @@ pub(crate) fn route_by(shaper: &Shaper) -> Route {
 impl Hosts {
     /// Starts both. The VM runs.
     pub(crate) fn start(source: Quirk, target: Quirk) -> Option<Self> {
-        Self::with_balloon(source, target, None)
+        Self::with(&REGIONS, None, [source, target])
     }
 
-    pub(crate) fn with_balloon(
-        source: Quirk,
-        target: Quirk,
+    pub(crate) fn with(
+        regions: &[u64],
         balloon_us: Option<u64>,
+        quirks: [Quirk; 2],
+    ) -> Option<Self> {
+        Self::at(Places::Beside, regions, balloon_us, quirks)
+    }
+
+    /// As [`Self::with`], with each process in a jail.
+    pub(crate) fn in_jails(regions: &[u64], quirks: [Quirk; 2]) -> Option<Self> {
+        Self::at(Places::Jails, regions, None, quirks)
+    }
+
+    fn at(
+        places: Places,
+        regions: &[u64],
+        balloon_us: Option<u64>,
+        [source, target]: [Quirk; 2],
     ) -> Option<Self> {
         let directory = Directory::new();
+        let jail = |name: &str| {
+            let jail = directory.join(name);
+            (places == Places::Jails).then(|| {
+                std::fs::create_dir(&jail).unwrap();
+                jail
+            })
+        };
+        let jails = [jail("source"), jail("target")];
+        let apis = ["source", "target"].map(|name| match places {
+            Places::Beside => directory.join(name),
+            Places::Jails => directory.join(name).join("api"),
+        });
         let mut sending = VmmDouble::start(&VmmConfig {
-            api: directory.join("source"),
+            api: apis[0].clone(),
             seed: 1,
-            regions: REGIONS.to_vec(),
+            regions: regions.to_vec(),
             vcpus: 2,
             balloon_us,
             quirk: source,
+            jail: jails[0].clone(),
         })?;
         let receiving = VmmDouble::start(&VmmConfig {
-            api: directory.join("target"),
+            api: apis[1].clone(),
             seed: 0,
             regions: Vec::new(),
             vcpus: 0,
             balloon_us: None,
             quirk: target,
+            jail: jails[1].clone(),
         })?;
         sending.run();
         let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
@@ -86,19 +127,28 @@ impl Hosts {
             target: receiving,
             session: SourceSession::new().unwrap(),
             destination: Arc::new(destination),
+            switch: Switch::Auto,
+            apis,
             directory,
         })
     }
 
     pub(crate) fn source_options(&self) -> SourceOptions {
         SourceOptions {
-            api: self.directory.join("source"),
+            api: self.apis[0].clone(),
         }
     }
 
     pub(crate) fn target_as_source(&self) -> SourceOptions {
         SourceOptions {
-            api: self.directory.join("target"),
+            api: self.apis[1].clone(),
+        }
+    }
+
+    pub(crate) fn receiver_options(&self) -> ReceiverOptions {
+        ReceiverOptions {
+            api: self.apis[1].clone(),
+            overrides: Overrides::default(),
         }
     }
 
@@ -119,9 +169,7 @@ impl Hosts {
 
     /// Moves the VM. `beside` runs meanwhile.
     pub(crate) fn migrate(&mut self, route: &Route, beside: impl FnOnce(Beside<'_>)) -> Moved {
-        let target = ReceiverOptions {
-            api: self.directory.join("target"),
-        };
+        let target = self.receiver_options();
         self.migrate_to(&target, route, beside)
     }
 
@@ -131,10 +179,11 @@ impl Hosts {
         route: &Route,
         beside: impl FnOnce(Beside<'_>),
     ) -> Moved {
-        let config = SourceConfig {
+        let mut config = SourceConfig {
             plain: PlainPolicy::Anywhere,
             ..SourceConfig::default()
         };
+        config.settings.switch = self.switch;
         let began = Instant::now();
         let late = || began.elapsed() > LIMIT;
         let over = AtomicBool::new(false);

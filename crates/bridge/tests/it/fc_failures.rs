@@ -2,7 +2,9 @@
 
 use crate::ch::Directory;
 use crate::fc::{Hosts, Moved, route_by};
-use pageferry_bridge::fc::{ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions};
+use pageferry_bridge::fc::{
+    Overrides, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions,
+};
 use pageferry_migration::{DestinationVm, SourceVm};
 use pageferry_testkit::firecracker::Quirk;
 use pageferry_testkit::wait_until;
@@ -84,9 +86,12 @@ fn a_firecracker_that_fails_before_the_hand_over_leaves_the_vm_running_at_its_so
 /// The VM can move again after a failure, with what it has written since.
 #[test]
 fn a_vm_moves_after_a_failed_move() {
-    let Some((mut hosts, moved)) = moved(Quirk::Right, Quirk::RefuseLoad) else {
+    let quirks = [Quirk::Right, Quirk::RefuseLoad];
+    let Some(mut hosts) = Hosts::with(&[12 << 20], None, quirks) else {
         return;
     };
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
     check_failed(&moved);
     check_runs_on(&mut hosts);
     let Some(mut others) = Hosts::start(Quirk::Right, Quirk::Right) else {
@@ -94,9 +99,7 @@ fn a_vm_moves_after_a_failed_move() {
     };
     std::mem::swap(&mut hosts.target, &mut others.target);
     hosts.session = pageferry_migration::SourceSession::new().unwrap();
-    let target = ReceiverOptions {
-        api: others.target_as_source().api,
-    };
+    let target = others.receiver_options();
     let route = hosts.route();
     let moved = hosts.migrate_to(&target, &route, |_| ());
     moved.sent.unwrap();
@@ -191,7 +194,7 @@ fn a_process_that_does_not_fit_is_refused_with_a_reason() {
         api: directory.join(name),
     };
     for (options, sentence) in [
-        (hosts.source_options(), "huge_pages is 2M: expected None"),
+        (hosts.source_options(), "huge_pages is 1G: expected None"),
         (hosts.target_as_source(), "the VM is 'Not started'"),
         (options("none"), "cannot reach the API socket"),
         (options("file"), "cannot reach the API socket"),
@@ -209,10 +212,26 @@ fn a_receiver_with_a_vm_refuses_another() {
     };
     let target = ReceiverOptions {
         api: hosts.source_options().api,
+        overrides: Overrides::default(),
     };
     let route = hosts.route();
     let moved = hosts.migrate_to(&target, &route, |_| ());
     let texts = check_failed(&moved);
     assert!(texts.contains("expected Not started"), "{texts}");
+    check_runs_on(&mut hosts);
+}
+
+/// Firecracker itself knows its interfaces.
+#[test]
+fn an_override_of_an_unknown_interface_is_refused() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    let mut target = hosts.receiver_options();
+    target.overrides.network = vec![("eth9".into(), "tap1".into())];
+    let route = hosts.route();
+    let moved = hosts.migrate_to(&target, &route, |_| ());
+    let texts = check_failed(&moved);
+    assert!(texts.contains("the field network_overrides"), "{texts}");
     check_runs_on(&mut hosts);
 }

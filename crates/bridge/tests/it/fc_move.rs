@@ -1,6 +1,9 @@
 //! VMs of Firecracker move, and continue with their memory.
 
 use crate::fc::{Hosts, PAGES, route_by};
+use pageferry_bridge::fc::Overrides;
+use pageferry_migration::Switch;
+use pageferry_testkit::HugePages;
 use pageferry_testkit::firecracker::Quirk;
 use pageferry_testkit::shaper::Which;
 use pageferry_testkit::wait_until;
@@ -31,12 +34,58 @@ fn a_running_vm_of_firecracker_moves_and_runs_on() {
     wait_until("the guest to work", || hosts.source.status().touches > 500);
     let route = hosts.route();
     let moved = hosts.migrate(&route, |_| ());
-    assert!(!moved.sent.unwrap().paused);
+    let sent = moved.sent.unwrap();
+    assert!(!sent.paused);
+    // Its regions are not found.
+    assert_eq!(sent.pages.precopy, 0);
     assert_eq!(moved.received.unwrap().missing_at_start, PAGES);
     let pause = moved.pause.unwrap();
     println!("Firecracker's parts of the pause, by a double: {pause:?}");
     assert!(!pause.save.is_zero());
     check_goes_on(&mut hosts);
+    check_arrived(&mut hosts, "Running");
+}
+
+#[test]
+fn a_vm_of_firecracker_finds_other_devices_at_its_destination() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
+        return;
+    };
+    let mut target = hosts.receiver_options();
+    target.overrides = Overrides {
+        network: vec![("eth0".into(), "tap7".into())],
+        vsock: Some("/run/new.vsock".into()),
+        clock_realtime: true,
+    };
+    let route = hosts.route();
+    let moved = hosts.migrate_to(&target, &route, |_| ());
+    moved.sent.unwrap();
+    moved.received.unwrap();
+    let loaded = hosts.target.status().loaded;
+    let network = &loaded["network_overrides"][0];
+    assert_eq!(network["host_dev_name"], "tap7", "{loaded}");
+    assert_eq!(network["iface_id"], "eth0", "{loaded}");
+    assert_eq!(loaded["vsock_override"]["uds_path"], "/run/new.vsock");
+    assert_eq!(loaded["clock_realtime"], true, "{loaded}");
+}
+
+/// Its pages have 4 KiB at the destination.
+#[test]
+fn a_vm_with_huge_pages_of_a_pool_moves() {
+    let Some(_pool) = HugePages::at_least(6) else {
+        return;
+    };
+    let quirks = [Quirk::Pool, Quirk::Right];
+    let Some(mut hosts) = Hosts::with(&[12 << 20], None, quirks) else {
+        return;
+    };
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
+    let sent = moved.sent.unwrap();
+    assert!(sent.pages.precopy > 0, "{:?}", sent.pages);
+    moved.received.unwrap();
+    let loaded = hosts.target.status().loaded;
+    assert_eq!(loaded["huge_pages"], "Transparent", "{loaded}");
     check_arrived(&mut hosts, "Running");
 }
 
@@ -56,12 +105,11 @@ fn a_paused_vm_of_firecracker_arrives_paused() {
 }
 
 /// The guest gives pages back before and behind the move, and while its pages arrive.
-#[test]
-fn pages_that_the_guest_gave_back_stay_zero() {
-    let balloon = Some(300);
-    let Some(mut hosts) = Hosts::with_balloon(Quirk::Right, Quirk::Right, balloon) else {
+fn check_balloon(regions: &[u64]) {
+    let Some(mut hosts) = Hosts::with(regions, Some(300), [Quirk::Right; 2]) else {
         return;
     };
+    hosts.switch = Switch::AfterPasses(1);
     wait_until("removals", || hosts.source.status().removals > 20);
     let shaper = hosts.slow_link();
     let route = route_by(&shaper);
@@ -73,6 +121,53 @@ fn pages_that_the_guest_gave_back_stay_zero() {
     wait_until("removals that nobody serves", || {
         hosts.target.status().removals > removals + 20
     });
+    check_goes_on(&mut hosts);
+    check_arrived(&mut hosts, "Running");
+}
+
+#[test]
+fn pages_that_the_guest_gave_back_stay_zero() {
+    check_balloon(&[8 << 20, 4 << 20]);
+}
+
+#[test]
+fn pages_that_were_copied_and_then_given_back_stay_zero() {
+    check_balloon(&[12 << 20]);
+}
+
+/// A VM that changes nothing: its pages travel before the pause, and are confirmed behind it.
+#[test]
+fn pages_travel_while_the_vm_is_not_paused_by_us() {
+    let Some(mut hosts) = Hosts::with(&[12 << 20], None, [Quirk::Right; 2]) else {
+        return;
+    };
+    wait_until("the guest to work", || hosts.source.status().touches > 500);
+    hosts.source.pause();
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
+    let sent = moved.sent.unwrap();
+    let pages = sent.pages;
+    // The double reads a page while it loads.
+    assert!(pages.urgent <= 1 && pages.background == 0, "{pages:?}");
+    assert_eq!(pages.confirmed, pages.precopy, "{pages:?}");
+    // A part of the double's memory is zeros.
+    assert!(pages.confirmed > PAGES / 2, "{pages:?}");
+    assert_eq!(moved.received.unwrap().missing_at_start, PAGES);
+    check_arrived(&mut hosts, "Paused");
+}
+
+/// All pages change all the time, so most that were copied are wrong.
+#[test]
+fn pages_that_change_behind_their_copy_arrive_right() {
+    let Some(mut hosts) = Hosts::with(&[12 << 20], None, [Quirk::Right; 2]) else {
+        return;
+    };
+    wait_until("the guest to work", || hosts.source.status().touches > 500);
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
+    let sent = moved.sent.unwrap();
+    assert!(sent.pages.precopy > PAGES / 2, "{:?}", sent.pages);
+    moved.received.unwrap();
     check_goes_on(&mut hosts);
     check_arrived(&mut hosts, "Running");
 }

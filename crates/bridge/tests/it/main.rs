@@ -9,6 +9,8 @@ mod ch_move;
 mod ch_wire;
 mod fc;
 mod fc_failures;
+mod fc_figures;
+mod fc_jail;
 mod fc_move;
 mod scene;
 mod tunnel;

@@ -17,6 +17,7 @@ use pageferry_migration::{
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
+use std::time::Duration;
 
 const NAMES: Names = Names {
     vmm: "Cloud Hypervisor",
@@ -60,7 +61,10 @@ impl Sending for Source {
     fn memory_bytes(&self) -> u64 {
         Self::memory_bytes(self)
     }
-    fn remark(&self) -> Option<String> {
+    fn pause(&self) -> Option<(Duration, Duration)> {
+        None
+    }
+    fn remark(&self) -> Option<&'static str> {
         None
     }
 }

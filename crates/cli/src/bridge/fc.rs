@@ -14,6 +14,7 @@ use pageferry_migration::{
 };
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 const NAMES: Names = Names {
     vmm: "Firecracker",
@@ -55,14 +56,11 @@ impl Sending for Source {
     fn memory_bytes(&self) -> u64 {
         Self::memory_bytes(self)
     }
-    fn remark(&self) -> Option<String> {
-        let pause = self.pause()?;
-        Some(format!(
-            "Firecracker's parts of the pause: {} ms to stop the VM, {} ms to save it; its old \
-             process has the paused VM: end it, and never resume it",
-            pause.stop.as_millis(),
-            pause.save.as_millis()
-        ))
+    fn pause(&self) -> Option<(Duration, Duration)> {
+        Self::pause(self).map(|pause| (pause.stop, pause.save))
+    }
+    fn remark(&self) -> Option<&'static str> {
+        Some("the old Firecracker process has the paused VM: end it, and never resume it")
     }
 }
 
@@ -95,6 +93,7 @@ pub(super) fn take_in(
 ) -> Result<(), Failure> {
     let given = ReceiverOptions {
         api: api.to_owned(),
+        overrides: coming.2.firecracker.overrides(),
     };
     let vcpus = vcpus(&coming.1.offer().guest);
     moves::take_in(

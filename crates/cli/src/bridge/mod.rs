@@ -10,6 +10,7 @@ use crate::host::{Host, StopRequests};
 use crate::progress::Feed;
 use crate::signals::Interrupts;
 use pageferry_bridge::ch::LeftBehind;
+use pageferry_bridge::fc::Overrides;
 use pageferry_migration::Incoming;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -78,6 +79,20 @@ impl Vmm {
             Self::CloudHypervisor(api) => ch::left_behind(api),
             Self::Firecracker(_) => Ok(None),
         }
+    }
+
+    /// Checks that flags of `receive` are for this VMM, or for none.
+    ///
+    /// # Errors
+    /// When overrides are for another one.
+    pub(crate) fn check(vmm: Option<&Self>, args: &ReceiveArgs) -> Result<(), Failure> {
+        let overrides = args.firecracker.overrides() != Overrides::default();
+        if overrides && !matches!(vmm, Some(Self::Firecracker(_))) {
+            let why = "--network-override, --vsock-path and --clock-realtime are for VMs of \
+                       Firecracker: expected --for fc:API_SOCKET";
+            return Err(Failure::new(Exit::Usage, why));
+        }
+        Ok(())
     }
 
     /// Receives an offered VM into it, or goes on with one that was left behind.

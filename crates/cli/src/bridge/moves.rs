@@ -26,6 +26,7 @@ use serde_json::json;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 /// A VM that its VMM gives to a migration.
 pub(super) trait Sending: Send + Sync + 'static {
@@ -38,8 +39,10 @@ pub(super) trait Sending: Send + Sync + 'static {
     ) -> Result<SourceReport, Failure>;
     fn vcpus(&self) -> u32;
     fn memory_bytes(&self) -> u64;
+    /// The times in which the VMM stopped the VM, and then saved it, if it tells.
+    fn pause(&self) -> Option<(Duration, Duration)>;
     /// A sentence for the end of the move, if there is one.
-    fn remark(&self) -> Option<String>;
+    fn remark(&self) -> Option<&'static str>;
 }
 
 /// The names of a VMM.
@@ -163,11 +166,14 @@ pub(super) fn migrate<S: Sending>(
         }
     })?;
     host.set_activity(Activity::Left { to: to.clone() });
+    let mut half = Sent::new(&sent, Backing::Shmem, Vec::new());
+    let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    half.vmm_pause_ns = source.pause().map(|(stop, save)| (ns(stop), ns(save)));
     let report = Report {
         engine: names.engine.into(),
         vcpus: source.vcpus(),
         memory_bytes: source.memory_bytes(),
-        sent: Some(Sent::new(&sent, Backing::Shmem, Vec::new())),
+        sent: Some(half),
         received: None,
         verified: None,
         guest_view: None,
@@ -175,7 +181,7 @@ pub(super) fn migrate<S: Sending>(
     };
     show_report(&report, args);
     if let Some(remark) = source.remark() {
-        output::note(&remark);
+        output::note(remark);
     }
     Ok(())
 }

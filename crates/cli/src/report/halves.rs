@@ -194,6 +194,9 @@ pub(crate) struct Sent {
     pub(crate) background_ns: u64,
     /// The pre-copy passes.
     pub(crate) passes: Vec<Pass>,
+    /// The parts of the pause that another VMM took: to stop the VM, and then to save it.
+    #[serde(default)]
+    pub(crate) vmm_pause_ns: Option<(u64, u64)>,
     /// The expected blackout.
     #[serde(default)]
     pub(crate) blackout_forecast_ns: Option<u64>,
@@ -236,6 +239,7 @@ impl Sent {
             background_bytes: report.background_bytes,
             background_ns: ns(report.background_took),
             passes: report.passes.iter().map(Pass::from).collect(),
+            vmm_pause_ns: None,
             blackout_forecast_ns: report.blackout_forecast.map(ns),
             notes: report.notes.clone(),
             losses: Losses {

@@ -29,6 +29,9 @@ pub(super) fn show(report: &Report) -> Value {
         "blackout_kind": blackout.map(|b| b.kind.name()),
         "blackout_exact": blackout.map(|b| b.kind == super::BlackoutKind::Exact),
         "blackout_forecast_ms": sent.and_then(|s| s.blackout_forecast_ns).map(|ns| ns as f64 / MS),
+        "vmm_pause": report.vmm_pause().map(|[stop, save, rest]| {
+            json!({"stop_ms": stop, "save_ms": save, "rest_ms": rest})
+        }),
         "precopy_notes": sent.map(|s| &s.notes),
         "pages": {
             "precopy": pages.precopy,

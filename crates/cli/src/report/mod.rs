@@ -212,6 +212,14 @@ impl Report {
         })
     }
 
+    /// The parts of the pause of another VMM's VM, milliseconds: to stop it, to save it, and the
+    /// rest of the blackout.
+    pub(crate) fn vmm_pause(&self) -> Option<[f64; 3]> {
+        let (stop, save) = self.sent.as_ref()?.vmm_pause_ns?;
+        let (stop, save) = (stop as f64 / MS, save as f64 / MS);
+        Some([stop, save, (self.blackout()?.ms - save).max(0.0)])
+    }
+
     /// Numbers of pages by the way they travelled, from the source.
     pub(crate) fn pages(&self) -> PageCounts {
         let sent = self.sent.as_ref().map(|s| s.pages.into());

@@ -54,6 +54,9 @@ fn essentials(report: &Report) -> Vec<(String, String)> {
         };
         row("blackout", format!("{bound}{}", time(blackout.ms * 1e3)));
     }
+    if let Some(pause) = vmm_pause(report) {
+        row("its parts", pause);
+    }
     if let Some(stalls) = report.stalls() {
         let text = match stalls.count() {
             0 => "none".to_owned(),
@@ -89,6 +92,14 @@ fn essentials(report: &Report) -> Vec<(String, String)> {
         row("note", "a debug build: times say nothing".into());
     }
     rows
+}
+
+/// The parts of the pause of another VMM's VM.
+fn vmm_pause(report: &Report) -> Option<String> {
+    let [stop, save, rest] = report.vmm_pause()?.map(|ms| time(ms * 1e3));
+    Some(format!(
+        "{save} until the VMM had saved the VM, {rest} the rest; it took {stop} to stop it before"
+    ))
 }
 
 /// The blackout of a paused VM.
@@ -169,6 +180,9 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
                 blackout.kind.words()
             ),
         );
+    }
+    if let Some(pause) = vmm_pause(report) {
+        row("its parts", pause);
     }
     if let Some(ns) = report.sent.as_ref().and_then(|s| s.blackout_forecast_ns) {
         let forecast = time(ns as f64 / 1e3);

@@ -63,6 +63,7 @@ fn report() -> Report {
                 ns: 100_000_000,
                 left: 1900,
             }],
+            vmm_pause_ns: Some((300_000, 500_000)),
             blackout_forecast_ns: Some(1_700_000),
             notes: vec!["it does not converge".into()],
             losses: Losses {
@@ -208,6 +209,8 @@ fn json_has_the_keys_that_programs_rely_on() {
     assert_eq!(json["passes"], passes);
     let devices = serde_json::json!({"count": 2, "bytes": 16, "ms": 1.5});
     assert_eq!(json["devices"], devices);
+    let pause = serde_json::json!({"stop_ms": 0.3, "save_ms": 0.5, "rest_ms": 1.5});
+    assert_eq!(json["vmm_pause"], pause);
     for key in [
         "count", "mean", "p50", "p90", "p99", "p999", "max", "over_2ms",
     ] {

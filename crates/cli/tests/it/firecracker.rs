@@ -21,8 +21,9 @@ fn hosts(source: Quirk, target: Quirk) -> Option<Hosts> {
         regions,
         balloon_us: None,
         quirk,
+        jail: None,
     };
-    let mut source = VmmDouble::start(&config("source", vec![4 << 20, 4 << 20], source))?;
+    let mut source = VmmDouble::start(&config("source", vec![8 << 20], source))?;
     let target = VmmDouble::start(&config("target", Vec::new(), target))?;
     source.run();
     let api = format!("fc:{}", dir.path("target").display());
@@ -59,8 +60,10 @@ fn a_vm_of_firecracker_moves_between_two_processes() {
     assert_eq!(sent["engine"], "firecracker", "{sent}");
     assert_eq!(sent["vcpus"], 2, "{sent}");
     assert_eq!(sent["memory_bytes"], 8 << 20, "{sent}");
-    let parts = "Firecracker's parts of the pause: ";
-    assert!(ended.stderr.contains(parts), "{ended:?}");
+    assert!(sent["pages"]["precopy"].as_u64() > Some(0), "{sent}");
+    assert!(sent["vmm_pause"]["save_ms"].as_f64() > Some(0.0), "{sent}");
+    let remark = "the old Firecracker process has the paused VM";
+    assert!(ended.stderr.contains(remark), "{ended:?}");
     let received = hosts.receive.end();
     received.assert_ok();
     assert_eq!(received.json()["engine"], "firecracker");
@@ -101,6 +104,22 @@ fn a_vm_of_firecracker_that_cannot_move_has_its_exit_code() {
     hosts
         .migrate(&[])
         .end()
-        .assert_failed(17, "huge_pages is 2M: expected None");
+        .assert_failed(17, "huge_pages is 1G: expected None");
     assert_eq!(hosts.source.status().state, "Running");
+}
+
+#[test]
+fn overrides_are_for_vms_of_firecracker() {
+    let receive = |more: &[&str]| {
+        let mut args = vec!["receive", "--listen", "127.0.0.1:0"];
+        args.extend(more);
+        pageferry(&args)
+    };
+    let sentence = "are for VMs of Firecracker: expected --for fc:API_SOCKET";
+    receive(&["--clock-realtime"]).assert_failed(2, sentence);
+    let ch = ["--for", "ch:/run/ch", "--network-override", "eth0=tap7"];
+    receive(&ch).assert_failed(2, sentence);
+    receive(&["--vsock-path", "/run/v"]).assert_failed(2, sentence);
+    let wrong = "expected IFACE=TAP, such as eth0=tap7";
+    receive(&["--network-override", "eth0="]).assert_failed(2, wrong);
 }

@@ -95,7 +95,7 @@ impl<'a> Bulk<'a> {
     }
 
     fn send_frames(&self, incoming: &RefCell<Incoming>) -> Result<(), MigrationError> {
-        let mut frame = PageFrame::new(self.shared.ram);
+        let mut frame = PageFrame::of(self.shared.machine);
         let mut ahead = Vec::with_capacity(FRAME_PAGES as usize);
         let mut said = Instant::now();
         let mut alive = Vec::new();
@@ -185,13 +185,17 @@ impl<'a> Bulk<'a> {
             }
             Mode::Hold | Mode::Answer => false,
         };
-        // Also if the mode has changed: no page counts as unchanged beyond its pass.
+        if shared.turn() != turn {
+            // A page that was claimed behind the end of its pass may change before the pause. So it
+            // counts as unchanged no more.
+            frame.give_back_unchanged(&shared.ledger);
+            if filled {
+                frame.give_back(&shared.ledger);
+            }
+            return Ok(Next::Rest);
+        }
         if frame.release_unchanged(&shared.ledger) > 0 {
             shared.check_acknowledged();
-        }
-        if filled && shared.turn() != turn {
-            frame.give_back(&shared.ledger);
-            return Ok(Next::Rest);
         }
         Ok(if filled { Next::Send } else { Next::Rest })
     }

@@ -256,7 +256,14 @@ fn attempt(
         Tracking::Log => None,
         Tracking::Hash => Some(SentHashes::try_new(pages).map_err(early)?),
     };
-    let shared = Shared::new(ram, ledger, &session.letters, config, vcpus, hashes);
+    let shared = Shared::new(
+        &**vm.machine,
+        ledger,
+        &session.letters,
+        config,
+        vcpus,
+        hashes,
+    );
     std::thread::scope(|scope| {
         let dialler = recovery::Dialler {
             scope,

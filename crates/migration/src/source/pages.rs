@@ -8,6 +8,9 @@
 //! bytes. If the guest changes the page, the source sends it again later. After the guest has
 //! stopped for good, the source hashes and sends pages without a copy.
 //!
+//! If RAM is a copy itself ([`Machine::refresh`]), it is brought up to date first, in pieces of one
+//! frame: before the search for holes, since a hole of the copy may be a page of the guest by now.
+//!
 //! With [`SentHashes`], a copy is sent only if it differs from what was sent before. A page of a
 //! guest that has stopped is confirmed if the destination has its bytes.
 
@@ -20,7 +23,7 @@ use crate::error::MigrationError;
 use crate::ledger::Ledger;
 use crate::wire::{PAGE_BYTES, RunKind, RunList};
 use pageferry_addr::RamPage;
-use pageferry_machine::GuestRam;
+use pageferry_machine::{GuestRam, Machine};
 use std::io::IoSlice;
 use std::ops::Range;
 
@@ -71,6 +74,10 @@ pub(super) struct PageFrame<'a> {
     /// The result of the last search for allocated pages: its start, and the next allocated range.
     /// While the guest runs, a result serves one frame. A guest that has stopped fills no hole.
     allocated: (u64, Range<u64>),
+    /// The machine, which may have to bring its RAM up to date.
+    machine: Option<&'a dyn Machine>,
+    /// The pages that are up to date since this frame began.
+    fresh: Range<u64>,
     /// The hashes of the bytes that the destination has, if they are known.
     hashes: Option<&'a SentHashes>,
     /// The hashes of the copies, in their order.
@@ -89,15 +96,42 @@ impl<'a> PageFrame<'a> {
             copied: false,
             most: FRAME_PAGES,
             allocated: (0, 0..0),
+            machine: None,
+            fresh: 0..0,
             hashes: None,
             copied_hashes: Vec::new(),
             unchanged: Vec::new(),
         }
     }
 
+    /// The frame of a machine's memory.
+    pub(super) fn of(machine: &'a dyn Machine) -> Self {
+        Self {
+            machine: Some(machine),
+            ..Self::new(machine.ram())
+        }
+    }
+
     /// From now on, pages are compared with what the destination has.
     pub(super) fn compare_with(&mut self, hashes: Option<&'a SentHashes>) {
         self.hashes = hashes;
+    }
+
+    /// Brings an unsent page of a running guest up to date, and some behind it. Returns the end of
+    /// the pages that are.
+    fn refresh(&mut self, page: u64) -> u64 {
+        if !self.fresh.contains(&page) {
+            let pages = u64::from(FRAME_PAGES).min(self.ram.pages() - page);
+            let copied = self.machine.filter(|_| self.copied);
+            let copied = copied.is_some_and(|machine| machine.refresh(RamPage(page), pages));
+            self.fresh = if copied {
+                self.forget_holes();
+                page..page + pages
+            } else {
+                0..u64::MAX
+            };
+        }
+        self.fresh.end
     }
 
     /// Whether the page is a hole. A hole is zero, and reading it would allocate it.
@@ -196,19 +230,21 @@ impl<'a> PageFrame<'a> {
         most_zero: u64,
     ) -> Result<Option<usize>, MigrationError> {
         self.clear();
+        self.fresh = 0..0;
         let mut at = cursor;
         let (mut zero, mut unchanged) = (0, 0);
         while self.list.data_pages() < self.most && zero < most_zero && unchanged < SCAN_PAGES {
             let Some(next) = ledger.unsent().next_set(at) else {
                 return Ok(None);
             };
+            let fresh = self.refresh(next as u64) - next as u64;
             // Holes need no look at their pages, so many of them are claimed at a time.
             let limit = if self.is_hole(next as u64)? {
                 (self.allocated.1.start - next as u64).min(most_zero - zero)
             } else {
                 u64::from(self.most - self.list.data_pages())
             };
-            let Some(claimed) = ledger.claim_run(next, limit as usize) else {
+            let Some(claimed) = ledger.claim_run(next, limit.min(fresh) as usize) else {
                 return Ok(None);
             };
             let added = self.add(claimed.clone())?;
@@ -232,6 +268,8 @@ impl<'a> PageFrame<'a> {
         };
         for index in pages {
             let page = RamPage(index as u64);
+            // The first pages of the range may have been another thread's.
+            self.refresh(page.0);
             let kind = if self.is_hole(page.0)? {
                 RunKind::Zero
             } else if self.list.data_pages() == self.most {
@@ -301,6 +339,13 @@ impl<'a> PageFrame<'a> {
     pub(super) fn release_unchanged(&mut self, ledger: &Ledger) -> usize {
         let pages = self.unchanged.drain(..);
         pages.map(|run| ledger.acknowledge(run)).sum()
+    }
+
+    /// Makes the pages that need not be sent unsent again.
+    pub(super) fn give_back_unchanged(&mut self, ledger: &Ledger) {
+        for run in self.unchanged.drain(..) {
+            ledger.unclaim(run);
+        }
     }
 
     /// Notes what the frame brings of each page. The frame is one of a running guest.
@@ -399,7 +444,8 @@ struct Added {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pageferry_machine::RamLayout;
+    use pageferry_machine::{MachineKind, RamLayout};
+    use std::sync::Arc;
 
     /// Memory with bytes in its first page only, whose first pages a frame has copied and a receipt
     /// has acknowledged. The frame has seen that all pages behind are a hole.
@@ -451,5 +497,56 @@ mod tests {
         // SAFETY: there are no vCPUs, and this thread alone writes.
         unsafe { frame.borrow_pages(&ledger, &[RamPage(200)]) }.unwrap();
         assert_eq!(frame.list().data_pages(), 1);
+    }
+
+    /// A machine whose guest has its memory elsewhere.
+    struct Elsewhere(Arc<GuestRam>);
+
+    impl Machine for Elsewhere {
+        fn kind(&self) -> MachineKind<'_> {
+            MachineKind::new("test", "test", "test/0")
+        }
+        fn ram(&self) -> &Arc<GuestRam> {
+            &self.0
+        }
+        /// The guest has bytes in every 50th page.
+        fn refresh(&self, first: RamPage, pages: u64) -> bool {
+            for page in (first.0..first.0 + pages).filter(|page| page.is_multiple_of(50)) {
+                let bytes = [page as u8 + 1; PAGE_BYTES];
+                self.0.try_write(RamPage(page), &bytes).unwrap();
+            }
+            true
+        }
+    }
+
+    #[test]
+    fn unchanged_pages_that_are_given_back_are_unsent() {
+        let (ram, ledger) = memory();
+        let hashes = SentHashes::try_new(256).unwrap();
+        (0..256).for_each(|page| hashes.note(RamPage(page), SentHashes::of_zero()));
+        ledger.set_unsent(0..256);
+        let mut frame = PageFrame::new(&ram);
+        frame.compare_with(Some(&hashes));
+        frame.copy(&ledger, 0).unwrap();
+        assert_eq!((frame.list().is_empty(), ledger.in_flight()), (true, 256));
+        frame.give_back_unchanged(&ledger);
+        assert_eq!((ledger.unsent_count(), ledger.in_flight()), (256, 0));
+        assert_eq!(frame.release_unchanged(&ledger), 0);
+    }
+
+    #[test]
+    fn memory_that_is_a_copy_is_brought_up_to_date_before_it_is_sent() {
+        let (ram, ledger) = memory();
+        let machine = Elsewhere(Arc::new(ram));
+        ledger.set_unsent(0..256);
+        // Another thread has these, so the claim begins behind the pages that are up to date.
+        assert_eq!(ledger.claim_run(0, 70), Some(0..70));
+        let mut frame = PageFrame::of(&machine);
+        assert_eq!(frame.copy(&ledger, 0).unwrap(), None);
+        let runs = frame.list().runs().iter();
+        let data = runs.filter(|run| run.kind == RunKind::Data);
+        let pages: Vec<_> = data.map(|run| (run.first.0, run.pages)).collect();
+        assert_eq!(pages, [(100, 1), (150, 1), (200, 1), (250, 1)]);
+        assert_eq!(frame.copies[..PAGE_BYTES], [101; PAGE_BYTES]);
     }
 }

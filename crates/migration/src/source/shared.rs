@@ -7,7 +7,7 @@ use crate::mailbox::Mailbox;
 use crate::session::source::Event;
 use crate::session::{ChannelId, Generation};
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use pageferry_machine::GuestRam;
+use pageferry_machine::{GuestRam, Machine};
 
 use super::SourceConfig;
 use super::commands::Command;
@@ -117,6 +117,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// The state that the supervisor shares with the threads of the channels.
 pub(super) struct Shared<'a> {
+    pub(super) machine: &'a dyn Machine,
     pub(super) ram: &'a GuestRam,
     pub(super) ledger: Ledger,
     pub(super) letters: &'a Mailbox<Letter>,
@@ -150,7 +151,7 @@ pub(super) struct Shared<'a> {
 
 impl<'a> Shared<'a> {
     pub(super) fn new(
-        ram: &'a GuestRam,
+        machine: &'a dyn Machine,
         ledger: Ledger,
         letters: &'a Mailbox<Letter>,
         config: &'a SourceConfig,
@@ -158,7 +159,8 @@ impl<'a> Shared<'a> {
         hashes: Option<SentHashes>,
     ) -> Self {
         Self {
-            ram,
+            machine,
+            ram: machine.ram(),
             ledger,
             letters,
             patience: Patience::new(config.limits.silence),

@@ -143,6 +143,22 @@ impl Memory {
         rustix::io::write(pipe, bytes)
     }
 
+    /// Lets the kernel write all regions to the memory file, each at once if it can. No thread may
+    /// write them meanwhile.
+    pub(super) fn write_to(&self, file: &File) -> Result<(), Errno> {
+        for region in &self.regions {
+            let start = pointer(region.base).cast::<u8>();
+            // SAFETY: the region is a mapping that is never unmapped, and nobody writes it.
+            let bytes = unsafe { std::slice::from_raw_parts(start, region.size as usize) };
+            let mut done = 0;
+            while done < bytes.len() {
+                let at = region.offset + done as u64;
+                done += rustix::io::pwrite(file, &bytes[done..], at)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Lets the kernel fill the first `len` bytes of a page from a pipe. No other thread may write
     /// the page meanwhile.
     pub(super) fn receive(&self, page: u64, len: usize, pipe: impl AsFd) -> Result<usize, Errno> {

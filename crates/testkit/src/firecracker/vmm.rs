@@ -40,8 +40,10 @@ pub enum Quirk {
     LongState,
     /// Its state file is a link to another file.
     LinkState,
-    /// It says that its pages have 2 MiB.
+    /// It says that its pages have 1 GiB, which no version has.
     HugePages,
+    /// It does all right, and its pages are huge pages of a pool of 2 MiB pages.
+    Pool,
     /// It has 1 MiB more than it says, as with hot-plugged memory.
     MoreMemory,
     /// It refuses the snapshot, and ends.
@@ -55,7 +57,7 @@ pub enum Quirk {
 }
 
 impl Quirk {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Right,
         Self::RefusePause,
         Self::RefuseCreate,
@@ -63,6 +65,7 @@ impl Quirk {
         Self::LongState,
         Self::LinkState,
         Self::HugePages,
+        Self::Pool,
         Self::MoreMemory,
         Self::RefuseLoad,
         Self::DieAtLoad,
@@ -85,7 +88,10 @@ pub(super) fn main(text: &str) -> ! {
     }));
     let config: Value = serde_json::from_str(text).expect("the text of a configuration");
     let vmm = Arc::new(Vmm::new(&config));
-    let path = config["api"].as_str().expect("a path");
+    let mut path = Path::new(config["api"].as_str().expect("a path")).to_owned();
+    if let Some(jail) = config["jail"].as_str() {
+        path = Path::new("/").join(path.strip_prefix(jail).expect("a path in the jail"));
+    }
     let api = UnixListener::bind(path).expect("a path for the API socket");
     let served = Arc::clone(&vmm);
     std::thread::spawn(move || {
@@ -129,6 +135,8 @@ struct Vmm {
     quirk: Quirk,
     guest: Mutex<Option<Arc<Guest>>>,
     verified: AtomicBool,
+    /// The body of the load.
+    loaded: Mutex<Value>,
 }
 
 /// What a state file says, and the configuration of a process with a VM.
@@ -174,19 +182,20 @@ fn start(memory: Memory, state: &State) -> Arc<Guest> {
 
 impl Vmm {
     fn new(config: &Value) -> Self {
-        let quirk = config["quirk"].as_u64().expect("a number") as usize;
+        let quirk = Quirk::ALL[config["quirk"].as_u64().expect("a number") as usize];
         let state = State::parse(config).expect("a configuration");
         let guest = (!state.regions.is_empty()).then(|| {
-            let kind = Kind::Anonymous { huge: false };
-            let memory = Memory::map(&state.regions, kind).expect("memory");
+            let huge = quirk == Quirk::Pool;
+            let memory = Memory::map(&state.regions, Kind::Anonymous { huge }).expect("memory");
             let guest = start(memory, &state);
             guest.fill();
             guest
         });
         Self {
-            quirk: Quirk::ALL[quirk],
+            quirk,
             guest: Mutex::new(guest),
             verified: AtomicBool::new(false),
+            loaded: Mutex::default(),
         }
     }
 
@@ -231,6 +240,7 @@ impl Vmm {
             "wrong": guest.as_ref().map_or(0, |guest| guest.wrong.load(Ordering::SeqCst)),
             "verified": self.verified.load(Ordering::SeqCst),
             "first_wrong": first,
+            "loaded": *self.loaded.lock().expect("no thread panics here"),
         })
         .to_string()
     }
@@ -270,10 +280,10 @@ impl Vmm {
             ("GET", "/machine-config") => {
                 let bytes = self.guest().map_or(128 << 20, |g| g.memory.pages() * 4096);
                 let hidden = u64::from(self.quirk == Quirk::MoreMemory);
-                let huge = if self.quirk == Quirk::HugePages {
-                    "2M"
-                } else {
-                    "None"
+                let huge = match self.quirk {
+                    Quirk::HugePages => "1G",
+                    Quirk::Pool => "2M",
+                    _ => "None",
                 };
                 Ok(json!({
                     "vcpu_count": self.guest().map_or(1, |guest| guest.touches.len()),
@@ -307,6 +317,11 @@ impl Vmm {
         if body["snapshot_type"] != "Full" {
             return Err("the double makes full snapshots only".into());
         }
+        // On a busy machine, a vCPU may still be within its last access: then what its page contains
+        // is not known.
+        crate::wait_until("the vCPUs to stop", || {
+            guest.active.load(Ordering::SeqCst) == 0
+        });
         let path = |name: &str| body[name].as_str().ok_or(format!("no {name}"));
         let failed = |why: std::io::Error| why.to_string();
         let regions = guest.memory.regions().iter().map(|region| region.size);
@@ -335,14 +350,15 @@ impl Vmm {
             memory.set_len(0).map_err(failed)?;
         }
         memory.set_len(bytes).map_err(failed)?;
-        for page in 0..guest.memory.pages() {
-            if self.quirk == Quirk::DieAtCreate && page == 100 {
-                std::process::exit(9);
-            }
-            let words = guest.memory.load(page);
-            let words = super::contents::bytes(&words);
-            memory.write_all_at(&words, page * 4096).map_err(failed)?;
+        if self.quirk == Quirk::DieAtCreate {
+            let words = super::contents::bytes(&guest.memory.load(0));
+            memory.write_all_at(&words, 0).map_err(failed)?;
+            std::process::exit(9);
         }
+        guest
+            .memory
+            .write_to(&memory)
+            .map_err(|e| failed(e.into()))?;
         memory.sync_all().map_err(failed)
     }
 
@@ -356,6 +372,7 @@ impl Vmm {
             Quirk::DieAtLoad => std::process::exit(9),
             _ => {}
         }
+        check_load(body)?;
         let path = body["snapshot_path"].as_str().ok_or("no snapshot_path")?;
         let text = std::fs::read_to_string(path).map_err(|why| why.to_string())?;
         let state = serde_json::from_str(&text).map_err(|why| why.to_string())?;
@@ -382,11 +399,33 @@ impl Vmm {
         let guest = start(memory, &state);
         guest.read(guest.memory.pages() / 2);
         *self.guest.lock().expect("no thread panics here") = Some(guest);
+        *self.loaded.lock().expect("no thread panics here") = body.clone();
         if body["resume_vm"] == true {
             self.set_running(true);
         }
         Ok(())
     }
+}
+
+/// Checks the fields of a load, as the real one does. The only network interface is `eth0`.
+fn check_load(body: &Value) -> Result<(), String> {
+    for (name, value) in body.as_object().ok_or("no body")? {
+        let right = match name.as_str() {
+            "snapshot_path" | "mem_backend" => true,
+            "resume_vm" | "clock_realtime" => value.is_boolean(),
+            "huge_pages" => value == "Transparent",
+            "vsock_override" => value["uds_path"].is_string(),
+            "network_overrides" => value.as_array().is_some_and(|all| {
+                all.iter()
+                    .all(|one| one["iface_id"] == "eth0" && one["host_dev_name"].is_string())
+            }),
+            _ => false,
+        };
+        if !right {
+            return Err(format!("the field {name} cannot be {value}"));
+        }
+    }
+    Ok(())
 }
 
 /// Reads a call: its method, its path and its body.

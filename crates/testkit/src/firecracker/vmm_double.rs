@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 /// The properties of a double with an API.
@@ -25,6 +25,8 @@ pub struct VmmConfig {
     pub balloon_us: Option<u64>,
     /// What it does wrong.
     pub quirk: Quirk,
+    /// The directory that becomes its root, in a mount namespace of its own. It has the API socket.
+    pub jail: Option<PathBuf>,
 }
 
 /// The work of a [`VmmDouble`] so far.
@@ -42,6 +44,8 @@ pub struct VmmStatus {
     pub verified: bool,
     /// The first wrong page.
     pub first_wrong: String,
+    /// The body of the `PUT /snapshot/load` that brought its VM, or null.
+    pub loaded: Value,
 }
 
 /// A process with Firecracker's API, with or without a VM. It is killed when this is dropped.
@@ -71,9 +75,9 @@ impl VmmDouble {
         let text = json!({
             "api": config.api, "seed": config.seed, "regions": config.regions,
             "vcpus": config.vcpus, "balloon_us": config.balloon_us,
-            "quirk": config.quirk as usize, "states": [],
+            "quirk": config.quirk as usize, "states": [], "jail": config.jail,
         });
-        let process = Command::new(std::env::current_exe().expect("a path"))
+        let process = program(config.jail.as_deref())?
             .args([
                 "--exact",
                 "firecracker_double",
@@ -115,6 +119,16 @@ impl VmmDouble {
         })
     }
 
+    /// The mounts of its mount namespace, as the kernel lists them.
+    ///
+    /// # Panics
+    /// If the process has ended.
+    #[must_use]
+    pub fn mounts(&self) -> String {
+        let path = format!("/proc/{}/mountinfo", self.process.id());
+        std::fs::read_to_string(path).expect("the list of mounts")
+    }
+
     /// Its work so far.
     pub fn status(&mut self) -> VmmStatus {
         let status: Value = serde_json::from_str(&self.ask("status")).expect("JSON");
@@ -126,6 +140,7 @@ impl VmmDouble {
             wrong: number("wrong"),
             verified: status["verified"] == true,
             first_wrong: status["first_wrong"].to_string(),
+            loaded: status["loaded"].clone(),
         }
     }
 
@@ -153,6 +168,43 @@ impl VmmDouble {
         self.control.read_line(&mut line).expect("an answer");
         line.trim_end_matches('\n').to_owned()
     }
+}
+
+/// The command that runs this program again, in a jail or not. Returns `None` if jails cannot be
+/// made here, after it has reported the test as skipped.
+#[track_caller]
+fn program(jail: Option<&Path>) -> Option<Command> {
+    let this = std::env::current_exe().expect("a path");
+    let Some(jail) = jail else {
+        return Some(Command::new(this));
+    };
+    let mut unshare = Command::new("unshare");
+    if !unshare
+        .arg("--mount")
+        .arg("true")
+        .status()
+        .is_ok_and(|s| s.success())
+    {
+        crate::skip("jail", "`unshare --mount` fails: only root may");
+        return None;
+    }
+    // A program needs its libraries, which a jailer has linked into the real one.
+    let script = "set -e
+        mount --bind \"$0\" \"$0\"
+        cd \"$0\"
+        for each in lib lib64 usr; do
+            if [ -d /$each ]; then mkdir -p $each; mount --bind /$each $each; fi
+        done
+        touch program
+        mount --bind \"$1\" program
+        shift
+        exec chroot . /program \"$@\"";
+    let mut command = Command::new("unshare");
+    command
+        .args(["--mount", "sh", "-c", script])
+        .arg(jail)
+        .arg(this);
+    Some(command)
 }
 
 impl Drop for VmmDouble {
