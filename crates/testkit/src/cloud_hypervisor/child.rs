@@ -5,11 +5,12 @@
 
 use super::config::Config;
 use super::guest::{Guest, Region};
-use super::{receive, send};
+use super::{receive, send, snapshot};
 use rustix::fs::MemfdFlags;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -219,6 +220,15 @@ impl Vmm {
             "vm.resume" => {
                 self.guest().ok_or("no VM")?.resume();
                 Ok(String::new())
+            }
+            "vm.snapshot" => {
+                let url = body["destination_url"].as_str().unwrap_or_default();
+                let directory = url.strip_prefix("file://").ok_or("no file:// URL")?;
+                let guest = self.guest().ok_or("no VM")?;
+                let written = snapshot::write(&guest, Path::new(directory));
+                written
+                    .map(|()| String::new())
+                    .map_err(|why| why.to_string())
             }
             "vm.send-migration" => {
                 let guest = self.guest().ok_or("no VM")?;

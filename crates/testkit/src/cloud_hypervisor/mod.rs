@@ -17,6 +17,8 @@
 //! - One thread asks for one page at a time, and maps it by `UFFDIO_CONTINUE` behind the answer.
 //!   When it is idle it asks for all pages in order. The process ends when that connection ends
 //!   early.
+//! - `vm.snapshot` writes a directory, as the real one does for `vm.restore`. The double itself has
+//!   no `vm.restore`.
 //!
 //! It differs from the real one in two things: its VM has no devices, and its process stays when
 //! its VM was sent.
@@ -29,6 +31,7 @@ mod double;
 mod guest;
 mod receive;
 mod send;
+mod snapshot;
 mod wire;
 
 pub use child::entry;
