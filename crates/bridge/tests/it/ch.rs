@@ -64,7 +64,7 @@ pub(crate) struct Hosts {
 }
 
 /// Calls a double's API.
-pub(crate) fn call(api: &Path, endpoint: &str, body: &str) {
+fn call(api: &Path, endpoint: &str, body: &str) {
     let mut stream = UnixStream::connect(api).unwrap();
     stream.set_read_timeout(Some(LIMIT)).unwrap();
     let length = body.len();

@@ -1,6 +1,6 @@
 //! VMs of Cloud Hypervisor start from their snapshots, and find their memory.
 
-use crate::ch::{Directory, PAGES, REGIONS, call};
+use crate::ch::{Directory, PAGES, REGIONS};
 use pageferry_bridge::ch::{ChError, RestoreOptions, RestoreReport, Restoring, Snapshot, restore};
 use pageferry_pager::{Format, Source, SourceError, Stores};
 use pageferry_testkit::cloud_hypervisor::{Config, Double, Quirk};
@@ -37,9 +37,7 @@ impl Scene {
         source.run();
         wait_until("the guest to work", || source.status().touches > 200);
         source.pause();
-        let url = format!("file://{}", directory.as_ref().display());
-        let body = format!(r#"{{"destination_url":"{url}"}}"#);
-        call(&directory.join("source"), "vm.snapshot", &body);
+        source.snapshot(directory.as_ref());
         drop(source);
         let stores = Stores::default();
         let opened = Snapshot::open(directory.as_ref(), &stores, Format::Raw);

@@ -67,7 +67,15 @@ fn serve(vmm: &Arc<Vmm>, mut control: &UnixStream) -> i32 {
         let Some(Ok(line)) = lines.next() else {
             return 2;
         };
-        answer = match line.as_str() {
+        // A command, and its argument.
+        let (command, directory) = line.split_once(' ').unwrap_or((&line, ""));
+        answer = match command {
+            "snapshot" => {
+                let guest = vmm.guest().expect("a VM");
+                let written = snapshot::write(&guest, Path::new(directory));
+                written.expect("a paused VM, and a directory");
+                "ok".into()
+            }
             "status" => vmm.status(),
             "run" => {
                 vmm.guest().expect("a VM").resume();
@@ -220,15 +228,6 @@ impl Vmm {
             "vm.resume" => {
                 self.guest().ok_or("no VM")?.resume();
                 Ok(String::new())
-            }
-            "vm.snapshot" => {
-                let url = body["destination_url"].as_str().unwrap_or_default();
-                let directory = url.strip_prefix("file://").ok_or("no file:// URL")?;
-                let guest = self.guest().ok_or("no VM")?;
-                let written = snapshot::write(&guest, Path::new(directory));
-                written
-                    .map(|()| String::new())
-                    .map_err(|why| why.to_string())
             }
             "vm.send-migration" => {
                 let guest = self.guest().ok_or("no VM")?;

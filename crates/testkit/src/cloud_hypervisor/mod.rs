@@ -17,8 +17,7 @@
 //! - One thread asks for one page at a time, and maps it by `UFFDIO_CONTINUE` behind the answer.
 //!   When it is idle it asks for all pages in order. The process ends when that connection ends
 //!   early.
-//! - `vm.snapshot` writes a directory, as the real one does for `vm.restore`. The double itself has
-//!   no `vm.restore`.
+//! - [`Double::snapshot`] writes the directory that the real one writes by `vm.snapshot`.
 //!
 //! It differs from the real one in two things: its VM has no devices, and its process stays when
 //! its VM was sent.
