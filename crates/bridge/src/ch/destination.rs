@@ -11,8 +11,8 @@
 //! comes only behind `Go`. So the VM counts as loaded when State is answered, or when the process
 //! waits for a page. If it refuses State later than that, the VM is lost here, and given up.
 //!
-//! **Neighbours.** `migration` brings the pages, and `receiver` speaks with the process. `source` is
-//! the other seam.
+//! **Neighbours.** `migration` brings the pages, and `receiver` speaks with the process. The other
+//! seam is `source`.
 
 use super::error::ChError;
 use super::receiver::{Ended, Receiver, STEP_LIMIT};

@@ -6,8 +6,8 @@
 //!
 //! **Mechanism.** [`Source`] makes the VM of a process a machine of `migration`. [`receive`] does
 //! so with a process that waits for a VM. Config travels in the offer, State as the state of one
-//! device. Neither is changed. [`restore()`] gives such a process the VM of a snapshot, whose memory
-//! comes when it is asked for.
+//! device. Neither is changed. [`restore()`] gives such a process the VM of a snapshot, whose
+//! memory comes when it is asked for.
 //!
 //! | what fails | the VM at the source | the VM at the destination |
 //! |---|---|---|
@@ -25,8 +25,8 @@
 //! Between `Go` and the answer to Complete lies a moment. A source process of ours that is killed
 //! in it makes Cloud Hypervisor run its VM again, while the destination runs it too.
 //!
-//! **Neighbours.** Below: `migration`, and `pager` for the sources of snapshots. Verified against a double of Cloud Hypervisor only
-//! (`testkit`).
+//! **Neighbours.** Below: `migration`, and `pager` for the sources of snapshots. Verified against a
+//! double of Cloud Hypervisor only (`testkit`).
 
 pub(crate) mod api;
 mod destination;
