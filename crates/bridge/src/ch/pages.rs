@@ -294,3 +294,126 @@ impl Blocks {
         missing(self.next, end).or_else(|| missing(0, self.next.min(end)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ch::snapshot::Part;
+    use pageferry_addr::Gpa;
+    use pageferry_machine::RamLayout;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    const BLOCK: u64 = 4 * PAGE_SIZE;
+    const PAGES: u64 = 32;
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    /// Bytes of sevens. The block of page 20 waits until it is let go.
+    #[derive(Debug)]
+    struct Sevens {
+        reads: Mutex<Vec<u64>>,
+        begun: Sender<u64>,
+        go: Mutex<Receiver<()>>,
+    }
+
+    impl Source for Sevens {
+        fn bytes(&self) -> u64 {
+            PAGES * PAGE_SIZE
+        }
+        fn block(&self) -> u64 {
+            BLOCK
+        }
+        fn is_zero(&self, offset: u64, len: u64) -> bool {
+            offset == 0 && len == PAGE_SIZE
+        }
+        fn read_now(&self, _: u64, _: &mut [u8]) -> Result<bool, SourceError> {
+            Ok(false)
+        }
+        fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
+            self.reads.lock().unwrap().push(offset / BLOCK);
+            let _ = self.begun.send(offset / BLOCK);
+            if offset / BLOCK == 5 {
+                self.go.lock().unwrap().recv_timeout(LIMIT).unwrap();
+            }
+            buffer.fill(7);
+            Ok(())
+        }
+        fn identity(&self) -> String {
+            String::new()
+        }
+    }
+
+    /// Page 0 of RAM is page 16 of the file.
+    fn snapshot() -> Snapshot {
+        let part = |first, offset| Part {
+            first,
+            pages: PAGES / 2,
+            offset: offset * PAGE_SIZE,
+        };
+        Snapshot {
+            config: Vec::new(),
+            state: Vec::new(),
+            mappings: Vec::new(),
+            parts: vec![part(0, PAGES / 2), part(PAGES / 2, 0)],
+        }
+    }
+
+    fn ram() -> GuestRam {
+        let layout = RamLayout::new(&[(Gpa(0), PAGES * PAGE_SIZE)]).unwrap();
+        GuestRam::new(layout).unwrap()
+    }
+
+    fn source() -> (Sevens, Sender<()>, Receiver<u64>) {
+        let (begun, started) = channel();
+        let (let_go, go) = channel();
+        let source = Sevens {
+            reads: Mutex::default(),
+            begun,
+            go: Mutex::new(go),
+        };
+        (source, let_go, started)
+    }
+
+    #[test]
+    fn reading_ahead_waits_for_a_needed_read_and_goes_on_behind_it() {
+        let (source, let_go, begun) = source();
+        let (snapshot, ram) = (snapshot(), ram());
+        let pages = Pages::new(&snapshot, &source, &ram, &|_| ());
+        let (first, beside, brought) = std::thread::scope(|scope| {
+            // Page 20 of the file.
+            let needed = scope.spawn(|| pages.bring(RamPage(4), 1));
+            let first = begun.recv_timeout(LIMIT);
+            scope.spawn(|| pages.read_ahead());
+            std::thread::sleep(Duration::from_millis(100));
+            let beside = source.reads.lock().unwrap().clone();
+            let_go.send(()).unwrap();
+            (first, beside, needed.join())
+        });
+        assert_eq!((first, &beside[..]), (Ok(5), &[5][..]));
+        assert!(brought.unwrap());
+        assert_eq!(*source.reads.lock().unwrap(), [5, 6, 7, 0, 1, 2, 3, 4]);
+        let mut byte = [0];
+        for page in 0..PAGES {
+            ram.try_read(RamPage(page), &mut byte).unwrap();
+            assert_eq!(byte, [7], "page {page}");
+        }
+    }
+
+    /// The page is the guest's by the time at which its block is read.
+    #[test]
+    fn a_page_that_was_given_as_zeros_is_not_written_again() {
+        let (source, let_go, _begun) = source();
+        let (snapshot, ram) = (snapshot(), ram());
+        let pages = Pages::new(&snapshot, &source, &ram, &|_| ());
+        let zero = RamPage(PAGES / 2);
+        assert!(pages.bring(zero, 1));
+        assert!(source.reads.lock().unwrap().is_empty());
+        ram.try_write(zero, &[9]).unwrap();
+        let_go.send(()).unwrap();
+        pages.read_ahead();
+        let mut bytes = [0; 2];
+        ram.try_read(zero, &mut bytes).unwrap();
+        assert_eq!(bytes, [9, 0]);
+        ram.try_read(RamPage(zero.0 + 1), &mut bytes).unwrap();
+        assert_eq!(bytes, [7, 7]);
+    }
+}
