@@ -116,6 +116,38 @@ fn a_vm_starts_from_a_snapshot_of_another_host() {
     share.end().assert_ok();
 }
 
+#[cfg(feature = "object-store")]
+#[test]
+fn a_vm_starts_from_an_object_store() {
+    use crate::object_store::{command, serve};
+    let Some((dir, mut target)) = scene(Quirk::Right) else {
+        return;
+    };
+    let read = |name: &str| std::fs::read(dir.path("web").join(name)).unwrap();
+    let (port, gets) = serve(vec![
+        ("web/config.json", read("config.json")),
+        ("web/state.json", read("state.json")),
+        ("web/memory-ranges", read("memory-ranges")),
+    ]);
+    let api = format!("ch:{}", text(dir.path("target")));
+    let args = [
+        "restore",
+        "--for",
+        &api,
+        "s3://bucket/web",
+        "--resume",
+        "--json",
+    ];
+    let ended = Process::start_by(command(port), &args, &dir).end();
+    ended.assert_ok();
+    assert_eq!(ended.json()["read_bytes"], 6 * MIB, "{ended:?}");
+    assert!(gets.load(std::sync::atomic::Ordering::Relaxed) > 2);
+    check(&mut target, "Running");
+    let none = ["restore", "--for", &api, "s3://bucket/none"];
+    let ended = Process::start_by(command(port), &none, &dir).end();
+    ended.assert_failed(2, "cannot restore from s3://bucket/none");
+}
+
 #[test]
 fn what_cannot_be_restored_has_its_exit_code() {
     let Some((dir, mut target)) = scene(Quirk::Right) else {
