@@ -7,10 +7,12 @@
 //!
 //! **Mechanism.** [`tunnel`] carries the streams of QEMU, libvirt and Cloud Hypervisor between two
 //! hosts. [`ch`] moves a VM between two unchanged Cloud Hypervisor processes, and [`fc`] between
-//! two unchanged Firecracker processes, by pre-copy and post-copy.
+//! two unchanged Firecracker processes, by pre-copy and post-copy. [`ch`] also starts a VM from its
+//! snapshot.
 //!
 //! **Neighbours.** Below: `migration` has the connections, their handshake and TLS, and the
-//! governor. `pager` has the handshake of a userfaultfd. Above: `cli`.
+//! governor. `pager` has the handshake of a userfaultfd, and the sources of snapshots. Above:
+//! `cli`.
 
 pub mod ch;
 pub mod fc;

@@ -4,7 +4,7 @@ use crate::bench::BenchArgs;
 use crate::control::change::ChangeOptions;
 use crate::control::options::{MigrateOptions, TlsOptions};
 use crate::exit::TABLE;
-use crate::pager::PagerArgs;
+use crate::pager::{PagerArgs, StoreArgs};
 use crate::snapshot::SnapshotArgs;
 use crate::tunnel::TunnelArgs;
 use crate::{rate, size};
@@ -75,6 +75,8 @@ pub(crate) enum Command {
     ///
     /// The VM runs at once. Each page of its memory is read when it is touched, by the same pager
     /// that serves Firecracker's VMs. The file stays as it is. It needs userfaultfd.
+    ///
+    /// With --for, a VM of Cloud Hypervisor starts from its snapshot before its memory is read.
     #[command(after_help = EXIT_CODES)]
     Restore(RestoreArgs),
     /// Wait for a VM, receive it and run it
@@ -695,9 +697,33 @@ pub(crate) struct RunArgs {
 /// `pageferry restore`.
 #[derive(Debug, Args)]
 pub(crate) struct RestoreArgs {
-    /// A directory that `run --snapshot-to` wrote. It is only read: several VMs may start from it
+    /// A directory that `run --snapshot-to` wrote. It is only read: several VMs may start from it.
+    /// With --for, a snapshot directory of Cloud Hypervisor, or its address, such as
+    /// pageferry://HOST:PORT/NAME or s3://bucket/snapshot
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
+    /// Restore a snapshot of Cloud Hypervisor into the process with this API socket, which has no
+    /// VM. The command ends when that process has all memory
+    #[arg(
+        long = "for",
+        value_name = "ch:API_SOCKET",
+        conflicts_with_all = [
+            "control", "name", "detach", "snapshot_to", "background", "record", "replay", "pager",
+            "console", "ignore_limits", "address",
+        ]
+    )]
+    pub(crate) for_vmm: Option<crate::bridge::Vmm>,
+    /// Let the VM run once it is restored. Otherwise it stays paused, as Cloud Hypervisor saved it
+    #[arg(long, requires = "for_vmm")]
+    pub(crate) resume: bool,
+    /// The file memory-ranges is packed by `pageferry snapshot pack`, with its bases beside it
+    #[arg(long, requires = "for_vmm")]
+    pub(crate) packed: bool,
+    /// Print the figures as one JSON object at the end
+    #[arg(long, requires = "for_vmm")]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) stores: StoreArgs,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
     /// Go on in the background once the VM runs: print its name, and end with 0

@@ -4,7 +4,8 @@
 //! from one.
 //!
 //! **Mechanism.** The VM has private memory that a userfaultfd serves. A pager in this process, or
-//! one that the user names, brings each page when it is touched.
+//! one that the user names, brings each page when it is touched. A snapshot of another VMM goes to
+//! `bridge`.
 
 use crate::args::RestoreArgs;
 use crate::exit::{Exit, Failure};
@@ -34,6 +35,14 @@ pub(crate) fn restore(
     detached: bool,
     interrupts: &Interrupts,
 ) -> Result<(), Failure> {
+    if let Some(vmm) = &args.for_vmm {
+        return vmm.restore(args, interrupts);
+    }
+    if args.stores.is_given() {
+        let why = "certificates, --insecure and --cache are for snapshots of Cloud Hypervisor: \
+                   name its process by --for ch:API_SOCKET";
+        return Err(Failure::new(Exit::Usage, why));
+    }
     let path = args.directory.join(STATE);
     let unusable = |exit, why: &dyn std::fmt::Display| {
         let path = path.display();

@@ -6,7 +6,8 @@
 //!
 //! **Mechanism.** [`Source`] makes the VM of a process a machine of `migration`. [`receive`] does
 //! so with a process that waits for a VM. Config travels in the offer, State as the state of one
-//! device. Neither is changed.
+//! device. Neither is changed. [`restore()`] gives such a process the VM of a snapshot, whose
+//! memory comes when it is asked for.
 //!
 //! | what fails | the VM at the source | the VM at the destination |
 //! |---|---|---|
@@ -25,8 +26,8 @@
 //! a source process that is killed between `Go` and the answer to Complete then makes Cloud Hypervisor
 //! run its VM again, while the destination runs it too.
 //!
-//! **Neighbours.** Below: `migration`. Verified against a double of Cloud Hypervisor only
-//! (`testkit`).
+//! **Neighbours.** Below: `migration`, and `pager` for the sources of snapshots. Verified against a
+//! double of Cloud Hypervisor only (`testkit`).
 
 pub(crate) mod api;
 mod destination;
@@ -35,7 +36,10 @@ mod keeper;
 mod kept;
 mod left;
 mod link;
+mod pages;
 mod receiver;
+mod restore;
+mod snapshot;
 mod source;
 #[doc(hidden)]
 pub mod wire;
@@ -45,6 +49,8 @@ pub use api::parse_answer;
 pub use destination::{Arrived, LeftBehind, ReceiveError, ReceiverOptions, receive};
 pub use error::ChError;
 pub use keeper::keep;
+pub use restore::{RestoreOptions, RestoreReport, Restoring, restore};
+pub use snapshot::{Snapshot, SnapshotError};
 pub use source::{Source, SourceError, SourceOptions};
 pub use wire::boot_vcpus;
 

@@ -47,6 +47,7 @@ pub(super) struct Receiver {
 }
 
 /// What outlives our process.
+#[derive(Default)]
 pub(super) struct Keep<'a> {
     /// The record of the session that brings the pages.
     pub(super) session: &'a [u8],

@@ -288,20 +288,39 @@ struct Config {
 
 #[derive(Deserialize)]
 struct MemoryManager {
-    guest_ram_mappings: Vec<Mapping>,
+    guest_ram_mappings: Vec<Entry>,
+}
+
+#[derive(Deserialize)]
+struct Entry {
+    #[serde(flatten)]
+    mapping: Mapping,
+    #[serde(default)]
+    virtio_mem: bool,
 }
 
 /// Reads the table of guest RAM of a Config, in the order of addresses.
 ///
 /// # Errors
-/// When the bytes are not such JSON, or mappings overlap, are no whole pages, or share a slot.
+/// When the bytes are not such JSON, or mappings overlap, are no whole pages, share a slot, or are
+/// hot-pluggable.
 pub fn mappings(config: &[u8]) -> Result<Vec<Mapping>, WireError> {
     let config: Config =
         serde_json::from_slice(config).map_err(|e| WireError::Config(e.to_string()))?;
-    let mut mappings = config.memory_manager_data.guest_ram_mappings;
-    if mappings.is_empty() || mappings.len() > MAX_MAPPINGS {
-        return Err(WireError::Mappings(mappings.len()));
+    let entries = config.memory_manager_data.guest_ram_mappings;
+    if entries.is_empty() || entries.len() > MAX_MAPPINGS {
+        return Err(WireError::Mappings(entries.len()));
     }
+    // A receiving process asks for pages of other memory only. It decides before it knows which
+    // blocks are plugged.
+    if let Some(Entry { mapping, .. }) = entries.iter().find(|entry| entry.virtio_mem) {
+        return Err(WireError::Mapping {
+            slot: mapping.slot,
+            gpa: mapping.gpa,
+            why: "it is hot-pluggable (virtio-mem), which post-copy does not bring",
+        });
+    }
+    let mut mappings: Vec<_> = entries.into_iter().map(|entry| entry.mapping).collect();
     mappings.sort_unstable_by_key(|mapping| mapping.gpa);
     for (index, mapping) in mappings.iter().enumerate() {
         let refused = |why| WireError::Mapping {

@@ -89,7 +89,7 @@ fn config(mappings: &str) -> String {
 
 fn mapping(slot: u64, gpa: u64, size: u64, offset: u64) -> String {
     format!(
-        r#"{{"slot":{slot},"gpa":{gpa},"size":{size},"zone_id":"z","virtio_mem":true,
+        r#"{{"slot":{slot},"gpa":{gpa},"size":{size},"zone_id":"z","virtio_mem":false,
         "file_offset":{offset}}}"#
     )
 }
@@ -129,6 +129,10 @@ fn malformed_mappings_are_refused_by_name() {
         ),
         (mapping(1 << 32, 0, 4096, 0), "Config is no JSON with"),
         (r#"{"slot":1}"#.into(), "Config is no JSON with"),
+        (
+            mapping(1, 0, 4096, 0).replace("false", "true"),
+            "it is hot-pluggable (virtio-mem)",
+        ),
     ] {
         let error = mappings(config(&text).as_bytes()).expect_err(sentence);
         assert!(error.to_string().contains(sentence), "{error}");

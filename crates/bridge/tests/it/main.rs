@@ -6,6 +6,8 @@ mod ch_bad_input;
 mod ch_failures;
 mod ch_figures;
 mod ch_move;
+mod ch_restore;
+mod ch_snapshot;
 mod ch_wire;
 mod fc;
 mod fc_failures;

@@ -25,7 +25,7 @@ const NAMES: Names = Names {
     prefix: "ch",
 };
 
-fn class(error: &ChError) -> Exit {
+pub(super) fn class(error: &ChError) -> Exit {
     match error {
         ChError::Io { .. } | ChError::Closed(_) | ChError::Timeout { .. } => Exit::NoVm,
         ChError::Wire(_) | ChError::Order { .. } | ChError::Http(_) => Exit::Protocol,

@@ -1,10 +1,12 @@
-//! The VMs of other VMMs: `migrate --vm ch:..` and `receive --for ch:..`, or `fc:..`.
+//! The VMs of other VMMs: `migrate --vm ch:..` and `receive --for ch:..`, or `fc:..`. And
+//! `restore --for ch:..`.
 
 mod ch;
 mod fc;
 mod moves;
+mod restore;
 
-use crate::args::{MigrateArgs, ReceiveArgs};
+use crate::args::{MigrateArgs, ReceiveArgs, RestoreArgs};
 use crate::exit::{Exit, Failure};
 use crate::host::{Host, StopRequests};
 use crate::progress::Feed;
@@ -93,6 +95,25 @@ impl Vmm {
             return Err(Failure::new(Exit::Usage, why));
         }
         Ok(())
+    }
+
+    /// Restores a snapshot into it.
+    ///
+    /// # Errors
+    /// Why the VM does not run.
+    pub(crate) fn restore(
+        &self,
+        args: &RestoreArgs,
+        interrupts: &Interrupts,
+    ) -> Result<(), Failure> {
+        match self {
+            Self::CloudHypervisor(api) => restore::restore(api, args, interrupts),
+            Self::Firecracker(_) => {
+                let why = "--for restores snapshots of Cloud Hypervisor (ch:API_SOCKET): for those \
+                           of Firecracker use `pageferry pager run`";
+                Err(Failure::new(Exit::Usage, why))
+            }
+        }
     }
 
     /// Receives an offered VM into it, or goes on with one that was left behind.

@@ -34,6 +34,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+pub(crate) use stores::StoreArgs;
 
 /// The interval of what a pager looks at: signals, the watchdog, phases.
 const POLL: Duration = Duration::from_millis(20);

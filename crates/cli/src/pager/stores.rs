@@ -31,6 +31,21 @@ pub(crate) struct StoreArgs {
 }
 
 impl StoreArgs {
+    /// Whether the user has chosen something.
+    #[cfg_attr(
+        not(any(feature = "object-store", feature = "peers")),
+        expect(clippy::unused_self, reason = "as with the features")
+    )]
+    pub(crate) fn is_given(&self) -> bool {
+        let given = [
+            #[cfg(feature = "peers")]
+            (self.tls.insecure || self.tls.options().is_some()),
+            #[cfg(feature = "object-store")]
+            self.cache.is_some(),
+        ];
+        <[bool]>::contains(&given, &true)
+    }
+
     /// Opens the stores.
     ///
     /// # Errors

@@ -15,6 +15,7 @@ mod bench_postcopy_latency;
 mod bench_tunnel;
 mod check;
 mod cloud_hypervisor;
+mod cloud_hypervisor_restore;
 mod console;
 mod control;
 mod cpus;

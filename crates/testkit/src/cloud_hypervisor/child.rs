@@ -5,11 +5,12 @@
 
 use super::config::Config;
 use super::guest::{Guest, Region};
-use super::{receive, send};
+use super::{receive, send, snapshot};
 use rustix::fs::MemfdFlags;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -66,7 +67,15 @@ fn serve(vmm: &Arc<Vmm>, mut control: &UnixStream) -> i32 {
         let Some(Ok(line)) = lines.next() else {
             return 2;
         };
-        answer = match line.as_str() {
+        // A command, and its argument.
+        let (command, directory) = line.split_once(' ').unwrap_or((&line, ""));
+        answer = match command {
+            "snapshot" => {
+                let guest = vmm.guest().expect("a VM");
+                let written = snapshot::write(&guest, Path::new(directory));
+                written.expect("a paused VM, and a directory");
+                "ok".into()
+            }
             "status" => vmm.status(),
             "run" => {
                 vmm.guest().expect("a VM").resume();

@@ -7,6 +7,7 @@ use pageferry_userfault::uffd::{Features, UffdSupport};
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -88,6 +89,12 @@ impl Double {
     /// Stops the vCPUs.
     pub fn pause(&mut self) {
         assert_eq!(self.ask("pause"), "ok");
+    }
+
+    /// Writes a snapshot of the paused VM into a directory.
+    pub fn snapshot(&mut self, directory: &Path) {
+        let directory = directory.to_str().expect("a path in UTF-8");
+        assert_eq!(self.ask(&format!("snapshot {directory}")), "ok");
     }
 
     /// Checks all pages of the VM, and returns the status then.

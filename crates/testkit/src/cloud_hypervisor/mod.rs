@@ -17,6 +17,7 @@
 //! - One thread asks for one page at a time, and maps it by `UFFDIO_CONTINUE` behind the answer.
 //!   When it is idle it asks for all pages in order. The process ends when that connection ends
 //!   early.
+//! - [`Double::snapshot`] writes the directory that the real one writes by `vm.snapshot`.
 //!
 //! It differs from the real one in two things: its VM has no devices, and its process stays when
 //! its VM was sent.
@@ -29,6 +30,7 @@ mod double;
 mod guest;
 mod receive;
 mod send;
+mod snapshot;
 mod wire;
 
 pub use child::entry;

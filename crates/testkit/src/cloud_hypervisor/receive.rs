@@ -72,6 +72,10 @@ pub(super) fn receive(vmm: &Arc<Vmm>, path: &str, postcopy: bool) -> Result<(), 
 fn map(config: &[u8], fds: &mut Vec<(u32, OwnedFd)>) -> Result<Vec<Region>, String> {
     let config: serde_json::Value =
         serde_json::from_slice(config).map_err(|why| why.to_string())?;
+    // The real one needs all three.
+    if !config["vm_config"]["cpus"].is_object() || !config["common_cpuid"].is_array() {
+        return Err("Config lacks vm_config or common_cpuid".into());
+    }
     let mappings = &config["memory_manager_data"]["guest_ram_mappings"];
     let mappings = mappings.as_array().ok_or("no guest_ram_mappings")?;
     let map = |mapping: &serde_json::Value| {

@@ -3,6 +3,7 @@
 use super::child::Vmm;
 use super::config::Quirk;
 use super::guest::Guest;
+use super::snapshot;
 use super::wire::{
     ABANDON, COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY, START, STATE, expect_ok, header, request,
     send_memory_fd,
@@ -12,7 +13,6 @@ use serde_json::json;
 use std::io::Write as _;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Sends the VM to a socket. On an error, a VM that ran runs on.
@@ -74,13 +74,7 @@ fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Result<(
     die(quirk, Quirk::DieAtPause);
     guest.pause();
     vmm.note_time();
-    let versions: Vec<u32> = guest
-        .versions
-        .iter()
-        .map(|version| version.load(Ordering::SeqCst))
-        .collect();
-    let state = json!({ "seed": guest.seed, "vcpus": guest.vcpus(), "versions": versions });
-    let state = state.to_string().into_bytes();
+    let state = snapshot::state(guest).to_string().into_bytes();
     match quirk {
         Quirk::NoState => request(stream, COMPLETE, &[], "Complete before State")?,
         Quirk::LongState => {
@@ -144,29 +138,19 @@ fn send_memfds(quirk: Quirk, guest: &Guest, stream: &UnixStream) -> Result<(), S
     }
 }
 
-/// The Config of the VM, with fields that nobody here knows.
+/// The Config of the VM.
 fn config(quirk: Quirk, guest: &Guest) -> Vec<u8> {
-    let mapping = |slot: u32, gpa: u64, size: u64, offset: u64| {
-        json!({
-            "slot": slot, "gpa": gpa, "size": size, "zone_id": "mem0", "virtio_mem": false,
-            "file_offset": offset,
-        })
-    };
-    let mut mappings: Vec<_> = guest
-        .regions
-        .iter()
-        .map(|r| mapping(r.slot, r.gpa, r.size, r.offset))
-        .collect();
+    let mut mappings = snapshot::mappings(guest);
     match quirk {
         Quirk::NoJson => return b"no JSON".to_vec(),
-        Quirk::ExtraMapping => mappings.push(mapping(77, 1 << 40, 1 << 20, 0)),
-        Quirk::Overlap => mappings.push(mapping(77, guest.regions[0].gpa, 4096, 0)),
+        Quirk::ExtraMapping => mappings.push(snapshot::mapping(77, 1 << 40, 1 << 20, 0)),
+        Quirk::Overlap => mappings.push(snapshot::mapping(77, guest.regions[0].gpa, 4096, 0)),
         _ => {}
     }
     let config = json!({
-        "vm_config": { "cpus": { "boot_vcpus": guest.vcpus() }, "memory": { "shared": true } },
-        "common_cpuid": [{ "function": 0, "eax": 13 }],
-        "memory_manager_data": { "boot_ram": 0, "guest_ram_mappings": mappings },
+        "vm_config": snapshot::vm_config(guest),
+        "common_cpuid": snapshot::cpuid(),
+        "memory_manager_data": snapshot::memory_manager(&mappings, &[]),
     });
     config.to_string().into_bytes()
 }
