@@ -199,9 +199,10 @@ pub struct NewMachine {
 /// **For implementers.** The provided methods fit one kind of machine: its vCPUs reach memory by
 /// [`GuestRam`] alone, as a VMM's devices do. They find missing pages and log writes there. A
 /// machine whose vCPUs reach memory in another way implements *every* method but
-/// [`Machine::console`], [`Machine::blackout_cost`] and [`Machine::refresh`]. Otherwise the writes of its vCPUs are in no
-/// dirty log, and a migration loses them. Such a machine calls [`GuestRam::arm`],
-/// [`GuestRam::begin`] and [`GuestRam::harvest_writes`] for the VMM's own accesses.
+/// [`Machine::console`], [`Machine::blackout_cost`] and [`Machine::refresh`]. Otherwise the writes
+/// of its vCPUs are in no dirty log, and a migration loses them. Such a machine calls
+/// [`GuestRam::arm`], [`GuestRam::begin`] and [`GuestRam::harvest_writes`] for the VMM's own
+/// accesses.
 ///
 /// The life of a machine that receives a migration:
 /// 1. [`Machine::arm_userfault`], before any vCPU has run.

@@ -1,23 +1,24 @@
 //! A process goes on with the session of one that died, when the VM itself lives elsewhere.
 //!
-//! **Guarantee.** The session goes on as after the loss of all its channels. No page is placed twice
-//! and none is called present whose bytes are not in place. A VM that was handed over stays so.
+//! **Guarantee.** The session goes on as after the loss of all its channels. No page is placed
+//! twice and none is called present whose bytes are not in place. A VM that was handed over stays
+//! so.
 //!
 //! **Mechanism.** The owner of a process keeps what must outlive it: the memory, and the record of
 //! the session. The dead process had all channels, so no message of theirs is under way.
 //!
-//! *At the destination* the bits of the missing pages are kept too. A machine clears its kept bit in
-//! [`Machine::install`], when the bytes are in place and the source has no receipt yet. So the kept
-//! bits say at most that a page is missing which is here: the source then sends it again. The source
-//! opens the next generation, says `Resume`, and hears which pages are missing: rule 4 of
-//! [`session`](crate::session) holds without readers. A session that takes generation 1 for the last
-//! one takes each later one.
+//! *At the destination* the bits of the missing pages are kept too. A machine clears its kept bit
+//! in [`Machine::install`], when the bytes are in place and the source has no receipt yet. So the
+//! kept bits say at most that a page is missing which is here: the source then sends it again. The
+//! source opens the next generation, says `Resume`, and hears which pages are missing: rule 4 of
+//! [`session`](crate::session) holds without readers. A session that takes generation 1 for the
+//! last one takes each later one.
 //!
-//! *At the source* the owner hears of the hand-over before `Go` is sent ([`Observer::handing_over`]).
-//! So no `Go` is sent that the next process does not know of. It knows nothing of pages: all are
-//! unsent until the destination names those that are missing. It sends each with its bytes, since it
-//! has no hashes of what was sent before. Its first generation lies far above those of the process
-//! that died, so the destination takes it.
+//! *At the source* the owner hears of the hand-over before `Go` is sent
+//! ([`Observer::handing_over`]). So no `Go` is sent that the next process does not know of. It
+//! knows nothing of pages: all are unsent until the destination names those that are missing. It
+//! sends each with its bytes, since it has no hashes of what was sent before. Its first generation
+//! lies far above those of the process that died, so the destination takes it.
 //!
 //! [`Machine::install`]: pageferry_machine::Machine::install
 //! [`Observer::handing_over`]: crate::Observer::handing_over

@@ -66,8 +66,8 @@ pub trait Observer: Send + Sync {
     }
 
     /// The source is about to hand the VM over: right after this, it sends `Go`. `record` and
-    /// `missing`, the number of missing pages, let another process [go on](crate::go_on) if this one
-    /// dies. The record has the session's secret. The guest stands still meanwhile.
+    /// `missing`, the number of missing pages, let another process [go on](crate::go_on) if this
+    /// one dies. The record has the session's secret. The guest stands still meanwhile.
     fn handing_over(&self, record: &[u8], missing: u64) {
         let _ = (record, missing);
     }

@@ -14,8 +14,8 @@
 //! A VM that is loaded outlives our process, if a keeper has its descriptors too. The next process
 //! finds it by [`LeftBehind::at`], and goes on with its session.
 //!
-//! **Neighbours.** `migration` brings the pages, and `receiver` speaks with the process. `source` is
-//! the other seam.
+//! **Neighbours.** `migration` brings the pages, and `receiver` speaks with the process. `source`
+//! is the other seam.
 
 use super::error::ChError;
 use super::kept::{Found, Main};

@@ -81,7 +81,7 @@ pub enum ChError {
     /// An offer that is no VM of Cloud Hypervisor.
     #[error("the offered VM is none of Cloud Hypervisor: {0}")]
     Offer(String),
-    /// What was left of a VM by a process that died.
+    /// A process that died has left a VM that cannot be taken over.
     #[error("the VM that a process left behind cannot be taken over: {0}")]
     Kept(String),
     /// The caller asked to stop.

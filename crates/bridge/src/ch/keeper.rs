@@ -1,14 +1,15 @@
 //! A process that keeps the descriptors of a VM, so that the death of ours is not that of the VM.
 //!
-//! **Guarantee.** One process at a time has the VM: the keeper gives its descriptors to a second one
-//! when the first is gone. It ends when it is told to, and when its first process died before there
-//! was something to keep. At a destination it also ends when Cloud Hypervisor has closed its
+//! **Guarantee.** One process at a time has the VM: the keeper gives its descriptors to a second
+//! one when the first is gone. It ends when it is told to, and when its first process died before
+//! there was something to keep. At a destination it also ends when Cloud Hypervisor has closed its
 //! connection for page faults.
 //!
-//! **Mechanism.** The keeper is a child in a session of its own. It gets the descriptors by a socket,
-//! and does nothing with them. That socket is the first process's *lease*: it ends with that
-//! process. The next one connects at a socket beside that of the API, gets the descriptors, and its
-//! connection is the lease from then on. At its end the keeper removes the files beside the API.
+//! **Mechanism.** The keeper is a child in a session of its own. It gets the descriptors by a
+//! socket, and does nothing with them. That socket is the first process's *lease*: it ends with
+//! that process. The next one connects at a socket beside that of the API, gets the descriptors,
+//! and its connection is the lease from then on. At its end the keeper removes the files beside the
+//! API.
 
 use super::error::ChError;
 use super::kept::{STATE, is_kept};

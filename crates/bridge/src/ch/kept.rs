@@ -1,16 +1,16 @@
-//! What must outlive our process while a Cloud Hypervisor waits for pages, and the exact service of
-//! its page faults over such a death.
+//! The state that outlives our process while a Cloud Hypervisor waits for pages, and the exact
+//! service of its page faults over such a death.
 //!
-//! **Guarantee.** A page fault is answered once, however often our process dies, at any instruction.
-//! An answer that is lost would hang a vCPU; one that is repeated would be taken for that of the next
-//! page.
+//! **Guarantee.** A page fault is answered once, however often our process dies, at any
+//! instruction. An answer that is lost would hang a vCPU. One that is repeated would be taken for
+//! that of the next page.
 //!
 //! **Mechanism.** Of each step, the kernel does the part that counts in one system call. A process
 //! that is killed has done such a call or has not.
 //!
 //! - `recv(2)` takes a request off the connection straight into a mapped file ([`Shared`]).
-//! - The answer lies in a pipe, and `splice(2)` moves it to the connection. So the pipe says whether
-//!   the answer was given.
+//! - The answer lies in a pipe, and `splice(2)` moves it to the connection. So the pipe says
+//!   whether the answer was given.
 //!
 //! | slot | pipe | the state |
 //! |---|---|---|
@@ -19,11 +19,11 @@
 //! | a request | full | it is unanswered |
 //! | a request | empty | it was answered: empty the slot |
 //!
-//! A request leaves the slot before the pipe is filled, and it comes only when the pipe is full. So no
-//! two states look alike.
+//! A request leaves the slot before the pipe is filled, and it comes only when the pipe is full. So
+//! no two states look alike.
 //!
-//! **Neighbours.** `destination` serves the faults. `keeper` is the process that has the descriptors
-//! too.
+//! **Neighbours.** `destination` serves the faults. `keeper` is the process that has the
+//! descriptors too.
 
 use super::error::ChError;
 use super::keeper::{End, Lease};
@@ -79,7 +79,7 @@ pub(super) enum Main {
 /// for commands, the record of the session, and the ends of the pipe.
 pub(super) const FIXED: usize = 6;
 
-/// What outlives the process.
+/// The state that outlives the process.
 pub(super) struct Kept {
     shared: Shared,
     ring: Mutex<Ring>,

@@ -1,15 +1,15 @@
-//! What must outlive our process at the source, once a VM was handed over: its memory, which nobody
-//! else has, and how far the hand-over has come.
+//! The state that outlives our process at the source, once a VM was handed over: its memory, which
+//! nobody else has, and the progress of the hand-over.
 //!
 //! **Guarantee.** A VM that was handed over is never run again by its Cloud Hypervisor because our
-//! process died. One that was not is.
+//! process died. A VM that was not handed over is.
 //!
 //! **Mechanism.** The connection to Cloud Hypervisor is one of the kept descriptors. So Cloud
 //! Hypervisor, which waits for the answer to State, hears nothing of the death. The hand-over is
 //! noted before `Go` is sent. A keeper whose process died before that lets the connection end, and
-//! Cloud Hypervisor takes its VM back. Otherwise the next process gives the answers. One that died
-//! between an answer and its note gives it twice: Cloud Hypervisor takes the second for the answer to
-//! Complete, which is the same.
+//! Cloud Hypervisor takes its VM back. Otherwise the next process gives the answers. If a process
+//! dies between an answer and its note, the next one gives it again. Cloud Hypervisor takes that
+//! for the answer to Complete, which is the same.
 //!
 //! **Neighbours.** `keeper` has the descriptors too. `source` moves the VM.
 
@@ -42,7 +42,7 @@ const HANDED_OVER: u64 = 1;
 /// The descriptors that are not of RAM: the connection, the mapped file, the session's record.
 const FIXED: usize = 3;
 
-/// What outlives the process.
+/// The state that outlives the process.
 pub(super) struct Left {
     shared: Shared,
     file: File,

@@ -22,9 +22,9 @@
 //! | our process at the source, behind `Go` | handed over: ended, or paused with `preserve` | waits for its pages, until the next process goes on |
 //! | our process at the destination, behind `Go` | as the line above | waits for its pages, until the next process takes it over |
 //!
-//! The last two lines need a keeper ([`keep`]). Without one, the VM ends, or its pages never come. And
-//! a source process that is killed between `Go` and the answer to Complete then makes Cloud Hypervisor
-//! run its VM again, while the destination runs it too.
+//! The last two lines need a keeper ([`keep`]). Without one, the VM ends, or its pages never come.
+//! And a source process that is killed between `Go` and the answer to Complete then makes Cloud
+//! Hypervisor run its VM again, while the destination runs it too.
 //!
 //! **Neighbours.** Below: `migration`, and `pager` for the sources of snapshots. Verified against a
 //! double of Cloud Hypervisor only (`testkit`).

@@ -47,7 +47,7 @@ struct Blocks {
     left: usize,
 }
 
-/// What reading has cost.
+/// The cost of reading.
 #[derive(Debug, Default)]
 pub(super) struct Figures {
     pub(super) reads: AtomicU64,

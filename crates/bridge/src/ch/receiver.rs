@@ -1,14 +1,15 @@
 //! A Cloud Hypervisor process that receives a VM whose pages come later.
 //!
 //! **Guarantee.** A page fault is answered once, and when the caller has the right bytes in place.
-//! That holds over the death of our process, too. Each step that the process carries out alone has a
-//! limit.
+//! That holds over the death of our process, too. Each step that the process carries out alone has
+//! a limit.
 //!
 //! **Mechanism.** The process gets memfds of ours and Config by its own migration protocol, and
 //! then the connection for page faults. The caller says State and Complete on `main`. It writes
 //! pages into `ram`, which is the same memory.
 //!
-//! **Neighbours.** `kept` has what outlives our process. `destination` brings the pages of a migration, `restore` those of a snapshot.
+//! **Neighbours.** `kept` has what outlives our process. `destination` brings the pages of a
+//! migration, `restore` those of a snapshot.
 #![expect(unsafe_code, reason = "shares memory with another VMM")]
 
 use super::api::{Api, Call, Meeting, until};
@@ -46,7 +47,7 @@ pub(super) struct Receiver {
     _call: Option<Call>,
 }
 
-/// What outlives our process.
+/// The state that is to outlive our process.
 #[derive(Default)]
 pub(super) struct Keep<'a> {
     /// The record of the session that brings the pages.

@@ -41,7 +41,7 @@ pub struct RestoreOptions {
     pub resume: bool,
 }
 
-/// What has happened in a restore.
+/// An event of a restore.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Restoring<'a> {

@@ -98,7 +98,7 @@ pub(super) struct Part {
     pub(super) offset: u64,
 }
 
-/// What a snapshot says of its VM.
+/// The parts of a snapshot that describe its VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
     pub(super) config: Vec<u8>,

@@ -55,8 +55,8 @@ pub struct SourceOptions {
     /// Whether its VM stays there, paused, when it has moved (`preserve_source`, newer than v53).
     /// It then keeps its locks of disks, which the destination may need.
     pub preserve: bool,
-    /// The command of a program that calls [`keep`](super::keep) at once. With it, the move outlives
-    /// this process, from the hand-over on. Its standard input and output are set.
+    /// The command of a program that calls [`keep`](super::keep) at once. With it, the move
+    /// outlives this process, from the hand-over on. Its standard input and output are set.
     pub keeper: Option<ProcessCommand>,
 }
 

@@ -54,7 +54,7 @@ const WATCH: Duration = Duration::from_millis(20);
 pub struct ReceiverOptions {
     /// Its API socket.
     pub api: PathBuf,
-    /// What differs from the source.
+    /// The differences from the source.
     pub overrides: Overrides,
 }
 

@@ -112,8 +112,8 @@ pub(super) fn left_behind(api: &Path) -> Result<Option<LeftBehind>, Failure> {
     LeftBehind::at(api).map_err(|why| Failure::new(class(&why), why.to_string()))
 }
 
-/// Receives an offered VM into a Cloud Hypervisor process, until that has all of it. Or goes on with
-/// one that was left behind.
+/// Receives an offered VM into a Cloud Hypervisor process, until that has all of it. Or goes on
+/// with one that was left behind.
 ///
 /// # Errors
 /// Why it did not come, and where it is.

@@ -163,9 +163,9 @@ impl Destination {
         self.desk.give_up();
     }
 
-    /// Calls `act`, which pauses or resumes the VM, if the source has handed it over. Returns `None`,
-    /// and calls nothing, before `Go`, and after a failure that left pages missing: the VM must not
-    /// run here then. `act` should be short: a failure that pauses the VM waits for it.
+    /// Calls `act`, which pauses or resumes the VM, if the source has handed it over. Returns
+    /// `None`, and calls nothing, before `Go`, and after a failure that left pages missing: the VM
+    /// must not run here then. `act` should be short: a failure that pauses the VM waits for it.
     pub fn after_hand_over<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
         let open = self.owner();
         open.then(act)

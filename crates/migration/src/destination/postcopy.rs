@@ -44,8 +44,8 @@ pub(super) struct Postcopy<'s> {
 /// The longest wait for vCPUs that a VMM has left running.
 const PAUSE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Pauses the vCPUs and the devices, and arms the machine. Everything that takes memory is allocated
-/// here, before the blackout.
+/// Pauses the vCPUs and the devices, and arms the machine. Everything that takes memory is
+/// allocated here, before the blackout.
 pub(super) fn prepare<'a>(
     incoming: &Incoming,
     vm: &RunningVm<'a>,

@@ -171,9 +171,10 @@ impl Incoming {
     /// Receives the VM into `vm`, a machine of the offered size. Its vCPUs must never have run, and
     /// its hooks must forward to `resolver`. Its vCPUs and devices are paused first. Its memory may
     /// have any bytes. (For a session that was [taken over](super::Destination::take_over), its
-    /// vCPUs may run, and its memory has the pages that are not missing.) `stop` ends the migration until the source has handed the VM over. This sets
-    /// short scheduler slices for the calling thread, since vCPUs wait for it. The thread runs on
-    /// [`DestinationConfig::cpus`] meanwhile, and so do those that it starts.
+    /// vCPUs may run, and its memory has the pages that are not missing.) `stop` ends the migration
+    /// until the source has handed the VM over. This sets short scheduler slices for the calling
+    /// thread, since vCPUs wait for it. The thread runs on [`DestinationConfig::cpus`] meanwhile,
+    /// and so do those that it starts.
     ///
     /// [`DestinationConfig::cpus`]: super::DestinationConfig::cpus
     ///

@@ -125,8 +125,8 @@ impl Supervisor<'_, '_, '_> {
         // Before VMM threads get in: they read replies, and a page that arrives is counted down.
         self.guest.core.pages.begin_counting();
         self.guest.vm.machine.begin_postcopy()?;
-        // Before the vCPUs' states: with minor faults, the first touch of a page that is here sleeps
-        // too. A missing page comes only after `Go`, so `Vcpus::restore` must not need one.
+        // Before the vCPUs' states: with minor faults, the first touch of a page that is here
+        // sleeps too. A missing page comes only after `Go`, so `Vcpus::restore` must not need one.
         self.serve_faults()?;
         load(&self.guest)?;
         self.assist()?;

@@ -155,8 +155,8 @@ impl Source {
         }
     }
 
-    /// A session that another process had handed over, as after the loss of all channels. It is about
-    /// to open the control channel of `generation`.
+    /// A session that another process had handed over, as after the loss of all channels. It is
+    /// about to open the control channel of `generation`.
     #[must_use]
     pub fn taken_over(
         channels: impl IntoIterator<Item = ChannelId>,

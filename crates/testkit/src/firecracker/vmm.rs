@@ -317,8 +317,8 @@ impl Vmm {
         if body["snapshot_type"] != "Full" {
             return Err("the double makes full snapshots only".into());
         }
-        // On a busy machine, a vCPU may still be within its last access: then what its page contains
-        // is not known.
+        // On a busy machine, a vCPU may still be within its last access: then what its page
+        // contains is not known.
         crate::wait_until("the vCPUs to stop", || {
             guest.active.load(Ordering::SeqCst) == 0
         });
