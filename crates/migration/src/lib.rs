@@ -34,6 +34,7 @@ mod destination;
 #[doc(hidden)]
 pub mod devices;
 mod error;
+mod file;
 pub mod handshake;
 mod latency;
 mod ledger;

@@ -23,19 +23,17 @@
 //! [`Machine::install`]: pageferry_machine::Machine::install
 //! [`Observer::handing_over`]: crate::Observer::handing_over
 
-use crate::destination::{Destination, Incoming, Offer};
 use crate::error::MigrationError;
+use crate::file::{damaged, next};
 use crate::handshake::{Identity, Secret};
-use crate::saved::{damaged, next};
 use crate::session::Generation;
 use crate::session::destination::Stage;
 use crate::wire::{Frame, SECRET_BYTES, SessionId, Setup};
-use std::sync::Arc;
 
 const MAGIC: &[u8; 8] = b"PFORPHN\x01";
 /// The generations of one process of a source. None opens so many.
 const GENERATIONS: Generation = 1 << 20;
-const WHAT: &str = "this is no record of a session";
+pub(crate) const WHAT: &str = "this is no record of a session";
 
 /// A VM that was sent, or received, in part by a process that died.
 #[derive(Clone)]
@@ -64,7 +62,7 @@ impl std::fmt::Debug for Orphan {
 }
 
 impl Orphan {
-    /// Reads a [record](Incoming::record). The VM was not handed over, and lacks no page, until the
+    /// Reads a [record](crate::Incoming::record). The VM was not handed over, and lacks no page, until the
     /// caller says so.
     ///
     /// # Errors
@@ -97,12 +95,6 @@ impl Orphan {
         })
     }
 
-    /// The VM.
-    #[must_use]
-    pub fn offer(&self) -> Offer {
-        Offer::of(&self.setup)
-    }
-
     /// The stage at which the session goes on. A source that had a receipt for each page may be
     /// gone for good. So a VM that is whole does not wait for it.
     pub(crate) fn stage(&self) -> Stage {
@@ -130,41 +122,6 @@ pub(crate) fn record(identity: &Identity, setup: &Setup) -> Result<Vec<u8>, Migr
     Frame::Setup(setup.clone()).encode(&mut frame)?;
     bytes.extend_from_slice(&frame);
     Ok(bytes)
-}
-
-impl Incoming {
-    /// What another process needs to take this session over, should this one die when all that the
-    /// VM needs to run is loaded: see [`Orphan`]. The bytes have the session's secret.
-    ///
-    /// # Errors
-    /// Never for an offer that has come: it was encoded once.
-    pub fn record(&self) -> Result<Vec<u8>, MigrationError> {
-        record(self.identity(), self.setup())
-    }
-}
-
-impl Destination {
-    /// Takes over the session of a process that died. [`Incoming::receive`] then brings the missing
-    /// pages: into a machine whose memory has all others, and whose vCPUs may run. No other session
-    /// of this destination may be under way.
-    ///
-    /// # Errors
-    /// [`MigrationError::Mismatch`] if the bits are not those of the VM's pages.
-    pub fn take_over(self: &Arc<Self>, orphan: Orphan) -> Result<Incoming, MigrationError> {
-        let pages = orphan.setup.memory_pages();
-        let words = orphan.missing.len() as u64;
-        let behind = match pages % 64 {
-            0 => 0,
-            used => orphan.missing.last().map_or(0, |last| last >> used),
-        };
-        if words != pages.div_ceil(64) || behind != 0 {
-            return Err(damaged(WHAT, "its bits are not those of the VM's pages"));
-        }
-        let setup = &orphan.setup;
-        let (bulk, urgent) = (setup.bulk_channels, setup.urgent_channels);
-        self.begin(orphan.identity.clone(), bulk, urgent);
-        Ok(Incoming::of_orphan(self, orphan))
-    }
 }
 
 #[cfg(test)]
@@ -207,7 +164,7 @@ mod tests {
     fn a_record_has_the_session_and_the_vm() {
         let mut orphan = Orphan::of(&record()).unwrap();
         assert_eq!(orphan.identity.session, SessionId([7; 16]));
-        assert_eq!(orphan.offer().guest, b"guest");
+        assert_eq!(orphan.setup.description, b"guest");
         assert_eq!((orphan.missing.len(), orphan.stage()), (2, Stage::Ready));
         orphan.handed_over = true;
         assert_eq!(orphan.stage(), Stage::Complete);

@@ -11,12 +11,13 @@
 use crate::destination::Offer;
 use crate::devices;
 use crate::error::MigrationError;
+use crate::file::{damaged, next};
 use crate::protocol_error::ProtocolError;
 use crate::source::offer;
 use crate::vm::{RunningVm, fits};
 use crate::wire::{
-    self, Frame, FrameHeader, HEADER_BYTES, MAX_DEVICE_STATES_BYTES, MAX_DEVICES,
-    MAX_VCPU_STATE_BYTES, MAX_VCPUS, Role, Setup, Side, SwitchOver,
+    self, Frame, HEADER_BYTES, MAX_DEVICE_STATES_BYTES, MAX_DEVICES, MAX_VCPU_STATE_BYTES,
+    MAX_VCPUS, Setup, SwitchOver,
 };
 use pageferry_machine::{Frozen, VcpuState};
 use std::time::Duration;
@@ -206,19 +207,3 @@ impl SavedVm {
 }
 
 const WHAT: &str = "this is no saved VM";
-
-pub(crate) fn damaged(what: &str, why: &str) -> MigrationError {
-    MigrationError::Mismatch(format!("{what}: {why}"))
-}
-
-/// Takes the next frame off the bytes.
-pub(crate) fn next(rest: &mut &[u8], pages: u64) -> Result<Frame, MigrationError> {
-    let short = || damaged(WHAT, "it is cut off");
-    let (header, behind) = rest.split_first_chunk::<HEADER_BYTES>().ok_or_else(short)?;
-    let header = FrameHeader::decode(header, Side::Source, Role::Control)?;
-    let (payload, behind) = behind
-        .split_at_checked(header.payload_len as usize)
-        .ok_or_else(short)?;
-    *rest = behind;
-    Ok(Frame::decode(&header, payload, pages)?)
-}

@@ -124,7 +124,8 @@ impl Lease {
     }
 }
 
-/// Keeps the descriptors that come on standard input: the work of the child of [`Lease::start`].
+/// Keeps the descriptors that come on standard input: the work of the child that a command starts
+/// ([`ReceiverOptions::keeper`](super::ReceiverOptions::keeper)).
 /// Returns when nobody needs them any more.
 ///
 /// # Errors

@@ -63,7 +63,7 @@ use crate::channel::Listener;
 use crate::control::{ControlLink, PendingLoss};
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
-use crate::handshake::{Acceptor, Identity, Protection, Stranger};
+use crate::handshake::{Acceptor, Protection, Stranger};
 use crate::ledger::runs;
 use crate::limits::{Limits, Patience};
 use crate::phase::{Observer, Phase};
@@ -169,11 +169,6 @@ impl Destination {
     pub fn after_hand_over<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
         let open = self.owner();
         open.then(act)
-    }
-
-    /// Gives the destination to a session.
-    pub(crate) fn begin(&self, identity: Identity, bulk: u16, urgent: u16) {
-        self.desk.begin(identity, bulk, urgent);
     }
 
     fn owner(&self) -> std::sync::MutexGuard<'_, bool> {

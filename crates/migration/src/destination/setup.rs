@@ -9,8 +9,9 @@ use crate::clock::monotonic;
 use crate::control::ControlLink;
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
+use crate::file::damaged;
 use crate::handshake::Identity;
-use crate::orphan::Orphan;
+use crate::orphan::{self, Orphan};
 use crate::phase::{Observer, Phase};
 use crate::report::DestinationReport;
 use crate::vm::{RunningVm, fits};
@@ -126,27 +127,6 @@ impl Drop for Incoming {
 }
 
 impl Incoming {
-    /// The session of a process that died.
-    pub(crate) fn of_orphan(host: &Arc<Destination>, orphan: Orphan) -> Self {
-        Self {
-            host: Arc::clone(host),
-            control: None,
-            offer: orphan.offer(),
-            setup: orphan.setup.clone(),
-            identity: orphan.identity.clone(),
-            orphan: Some(orphan),
-            began: monotonic(),
-        }
-    }
-
-    pub(crate) fn identity(&self) -> &Identity {
-        &self.identity
-    }
-
-    pub(crate) fn setup(&self) -> &Setup {
-        &self.setup
-    }
-
     /// Returns the offered VM.
     #[must_use]
     pub fn offer(&self) -> &Offer {
@@ -201,5 +181,59 @@ impl Incoming {
                 Err(discarded(error))
             }
         }
+    }
+}
+
+impl Orphan {
+    /// The VM.
+    #[must_use]
+    pub fn offer(&self) -> Offer {
+        Offer::of(&self.setup)
+    }
+}
+
+impl Incoming {
+    /// What another process needs to take this session over, should this one die when all that the
+    /// VM needs to run is loaded: see [`Orphan`]. The bytes have the session's secret.
+    ///
+    /// # Errors
+    /// Never for an offer that has come: it was encoded once.
+    pub fn record(&self) -> Result<Vec<u8>, MigrationError> {
+        orphan::record(&self.identity, &self.setup)
+    }
+}
+
+impl Destination {
+    /// Takes over the session of a process that died. [`Incoming::receive`] then brings the missing
+    /// pages: into a machine whose memory has all others, and whose vCPUs may run. No other session
+    /// of this destination may be under way.
+    ///
+    /// # Errors
+    /// [`MigrationError::Mismatch`] if the bits are not those of the VM's pages.
+    pub fn take_over(self: &Arc<Self>, orphan: Orphan) -> Result<Incoming, MigrationError> {
+        let pages = orphan.setup.memory_pages();
+        let words = orphan.missing.len() as u64;
+        let behind = match pages % 64 {
+            0 => 0,
+            used => orphan.missing.last().map_or(0, |last| last >> used),
+        };
+        if words != pages.div_ceil(64) || behind != 0 {
+            return Err(damaged(
+                orphan::WHAT,
+                "its bits are not those of the VM's pages",
+            ));
+        }
+        let setup = &orphan.setup;
+        let (bulk, urgent) = (setup.bulk_channels, setup.urgent_channels);
+        self.desk.begin(orphan.identity.clone(), bulk, urgent);
+        Ok(Incoming {
+            host: Arc::clone(self),
+            control: None,
+            offer: orphan.offer(),
+            setup: orphan.setup.clone(),
+            identity: orphan.identity.clone(),
+            orphan: Some(orphan),
+            began: monotonic(),
+        })
     }
 }
