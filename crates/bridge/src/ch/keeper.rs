@@ -68,7 +68,9 @@ impl Lease {
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         command
             .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null());
+            .stdout(Stdio::null())
+            // Nobody who reads our errors to their end waits for the keeper.
+            .stderr(Stdio::null());
         let mut child = command.spawn().map_err(failed)?;
         std::thread::Builder::new()
             .name("ch-keeper".into())
@@ -81,8 +83,14 @@ impl Lease {
         send(&ours, &said, fds).map_err(failed)?;
         ours.set_read_timeout(Some(LIMIT)).map_err(failed)?;
         let mut answer = [0];
-        (&ours).read_exact(&mut answer).map_err(failed)?;
-        Ok(Self(ours))
+        match (&ours).read(&mut answer).map_err(failed)? {
+            1 if answer == [end as u8] => Ok(Self(ours)),
+            _ => {
+                let mut why = String::new();
+                let _ = (&ours).take(1000).read_to_string(&mut why);
+                Err(failed(io::Error::other(why)))
+            }
+        }
     }
 
     /// Asks the keeper of an API socket for the descriptors. `None` if there is none.
@@ -125,8 +133,8 @@ impl Lease {
 }
 
 /// Keeps the descriptors that come on standard input: the work of the child that a command starts
-/// ([`ReceiverOptions::keeper`](super::ReceiverOptions::keeper)).
-/// Returns when nobody needs them any more.
+/// ([`ReceiverOptions::keeper`](super::ReceiverOptions::keeper)). Returns when nobody needs them any
+/// more.
 ///
 /// # Errors
 /// When standard input is no such socket, or the socket for the next process cannot be made.
@@ -144,10 +152,10 @@ pub fn keep() -> io::Result<()> {
     else {
         return Err(io::Error::other("no descriptors came"));
     };
-    // Of a keeper that was killed.
-    let _ = std::fs::remove_file(path);
-    let listener = UnixListener::bind(path)?;
-    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+    let listener = listen(path).inspect_err(|why| {
+        let why = format!(" cannot listen on {}: {why}", path.display());
+        let _ = (&lease).write_all(why.as_bytes());
+    })?;
     (&lease).write_all(&[*end])?;
     // A Cloud Hypervisor that a VM has left ends, and its memory must not.
     let ends_with = (*end == End::Destination as u8).then_some(link);
@@ -156,6 +164,14 @@ pub fn keep() -> io::Result<()> {
     // The first process removes it, unless it was killed.
     let _ = std::fs::remove_dir_all(meeting);
     kept
+}
+
+fn listen(path: &Path) -> io::Result<UnixListener> {
+    // Of a keeper that was killed.
+    let _ = std::fs::remove_file(path);
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+    Ok(listener)
 }
 
 fn wait(

@@ -306,7 +306,7 @@ fn a_move_outlives_the_processes_that_send_its_pages() {
 fn a_kill_of_the_sender_leaves_one_vm() {
     let mut ends = [0, 0];
     for seed in seeds("PAGEFERRY_RECEIVE_KILLS", 6) {
-        let Some(mut hosts) = hosts(Quirk::Right, Quirk::Right) else {
+        let Some(mut hosts) = hosts_with(32 << 20, Quirk::Right, Quirk::Right) else {
             return;
         };
         let mut random = Random::new(seed);
