@@ -18,6 +18,7 @@
 //! is the other seam.
 
 use super::error::ChError;
+use super::keeper::End;
 use super::kept::{Found, Main};
 use super::receiver::{Ended, Keep, Receiver, STEP_LIMIT};
 use super::wire::{self, Command as VmmCommand, Mapping};
@@ -149,9 +150,12 @@ impl LeftBehind {
     /// # Errors
     /// When another process has it, or what was kept of it does not serve.
     pub fn at(api: &Path) -> Result<Option<Self>, ChError> {
-        let found = Found::at(api)?;
-        let taken = found.map(|found| Receiver::found(api, found)).transpose()?;
-        Ok(taken.map(|(process, orphan)| Self { process, orphan }))
+        let Some((found, orphan)) = Found::arriving(api)? else {
+            return Ok(None);
+        };
+        let mappings = wire::mappings(&orphan.offer().guest)?;
+        let process = Receiver::found(api, found, &mappings)?;
+        Ok(Some(Self { process, orphan }))
     }
 
     /// Goes on with the session that brings its pages, at a destination that its source reaches.
@@ -325,7 +329,8 @@ impl Guest {
             .record()
             .map_err(|e| ChError::Offer(e.to_string()))?;
         let keep = Keep {
-            session: &session,
+            record: &session,
+            end: End::Destination,
             keeper: options.keeper.as_mut(),
         };
         let process = Receiver::prepare(&options.api, &mappings, &offer.guest, keep, stop)?;
@@ -395,31 +400,13 @@ impl Guest {
     /// Waits for the answer to State. Says Complete on `Go`, and waits for the answer. Both may
     /// wait for pages.
     fn load_and_complete(&self) -> Result<(), ChError> {
-        let (main, kept) = (&self.process.main, &self.process.kept);
-        if kept.main() == Main::State {
-            main.await_ok("load State")?;
-            kept.set_main(Main::StateAnswered);
+        let loaded = || self.change(|progress| progress.loaded = true);
+        if self
+            .process
+            .load_and_complete(&loaded, &|| self.wait_for_go())?
+        {
+            self.change(|progress| progress.completed = true);
         }
-        self.change(|progress| progress.loaded = true);
-        if kept.main() == Main::StateAnswered {
-            // The answer to State, which this process or one before it has seen.
-            main.drain();
-            let Some(paused) = self.wait_for_go() else {
-                return Ok(());
-            };
-            let command = match paused {
-                true => VmmCommand::CompletePaused,
-                false => VmmCommand::Complete,
-            };
-            // A process that dies here says it twice. Cloud Hypervisor reads no command behind it.
-            main.begin(command, &[], "complete", STEP_LIMIT)?;
-            kept.set_main(Main::Complete);
-        }
-        if kept.main() == Main::Complete {
-            main.await_ok("complete")?;
-            kept.set_main(Main::Completed);
-        }
-        self.change(|progress| progress.completed = true);
         Ok(())
     }
 

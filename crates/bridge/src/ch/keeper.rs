@@ -27,6 +27,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 /// The most descriptors: those of [`Kept`](super::kept::Kept), and a memfd for each mapping.
@@ -36,12 +37,13 @@ const END: u8 = b'e';
 /// The longest wait for the other side.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// The end of a move.
+/// The end of a move, or a restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum End {
     Source = b's',
     Destination = b'd',
+    Restore = b'r',
 }
 
 /// The socket of the keeper of the VM at an API socket.
@@ -51,10 +53,31 @@ pub(super) fn socket_of(api: &Path) -> PathBuf {
     path.into()
 }
 
+/// The leases of this process.
+static LEASES: Mutex<Vec<UnixStream>> = Mutex::new(Vec::new());
+
+/// Ends all keepers of this process. A program calls it before it ends on its own will, with a VM
+/// that lacks pages: the VM then ends with it, and does not wait for another process.
+pub fn end_keepers() {
+    for lease in LEASES
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .drain(..)
+    {
+        let _ = (&lease).write_all(&[END]);
+    }
+}
+
 /// The right to a VM. When its process dies, the keeper waits for the next one.
 pub(super) struct Lease(UnixStream);
 
 impl Lease {
+    fn new(stream: UnixStream) -> io::Result<Self> {
+        let mut leases = LEASES.lock().unwrap_or_else(PoisonError::into_inner);
+        leases.push(stream.try_clone()?);
+        Ok(Self(stream))
+    }
+
     /// Starts a keeper by `command`, which calls [`keep`], and gives it the descriptors. The first
     /// is the connection to Cloud Hypervisor, the second the file of [`Shared`].
     pub(super) fn start(
@@ -84,7 +107,7 @@ impl Lease {
         ours.set_read_timeout(Some(LIMIT)).map_err(failed)?;
         let mut answer = [0];
         match (&ours).read(&mut answer).map_err(failed)? {
-            1 if answer == [end as u8] => Ok(Self(ours)),
+            1 if answer == [end as u8] => Self::new(ours).map_err(failed),
             _ => {
                 let mut why = String::new();
                 let _ = (&ours).take(1000).read_to_string(&mut why);
@@ -118,9 +141,12 @@ impl Lease {
         let why = match said[..] {
             // A keeper that ends just now.
             [] => return Ok(None),
-            [here] if here == end as u8 => return Ok(Some((Self(stream), fds))),
+            [here] if here == end as u8 => {
+                return Ok(Some((Self::new(stream).map_err(failed)?, fds)));
+            }
             [BUSY] => "another process of pageferry has it",
-            _ if end == End::Source => "it arrives here: start `pageferry receive` again",
+            [b'd'] => "it arrives here: start `pageferry receive` again",
+            [b'r'] => "it is being restored: start `pageferry restore` again",
             _ => "it leaves from here: start `pageferry migrate` again",
         };
         Err(failed(io::Error::other(why)))
@@ -158,7 +184,7 @@ pub fn keep() -> io::Result<()> {
     })?;
     (&lease).write_all(&[*end])?;
     // A Cloud Hypervisor that a VM has left ends, and its memory must not.
-    let ends_with = (*end == End::Destination as u8).then_some(link);
+    let ends_with = (*end != End::Source as u8).then_some(link);
     let kept = wait(lease, &listener, (ends_with, shared), &fds, *end);
     let _ = std::fs::remove_file(path);
     // The first process removes it, unless it was killed.
@@ -204,7 +230,7 @@ fn wait(
             let mut said = [0];
             match stream.read(&mut said) {
                 Ok(1) if said == [END] => return Ok(()),
-                // Until then, the VM is at its source, and runs there.
+                // Until then, the VM is at its source and runs there, or has not begun.
                 _ if !is_kept(number(shared, STATE)?) => return Ok(()),
                 _ => {}
             }

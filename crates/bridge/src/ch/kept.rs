@@ -29,7 +29,7 @@ use super::error::ChError;
 use super::keeper::{End, Lease};
 use super::link::Link;
 use super::wire::{HEADER_BYTES, Request, Status};
-use pageferry_addr::RamPage;
+use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_migration::Orphan;
 use pageferry_pager::{Ring, Shared};
 use rustix::fs::MemfdFlags;
@@ -136,6 +136,21 @@ impl Kept {
 
     fn number(&self, index: usize) -> &AtomicU64 {
         self.shared.number(index)
+    }
+
+    /// All pages are missing.
+    pub(super) fn all_missing(&self, pages: u64) {
+        let words = (0..pages.div_ceil(64)).map(|word| match pages - word * 64 {
+            64.. => u64::MAX,
+            rest => (1 << rest) - 1,
+        });
+        self.set_missing(&words.collect::<Vec<_>>());
+    }
+
+    /// The missing pages.
+    pub(super) fn missing(&self) -> Vec<u64> {
+        let words = self.shared.bits(MISSING).iter();
+        words.map(|word| word.load(Ordering::Relaxed)).collect()
     }
 
     /// The pages that miss are final.
@@ -276,16 +291,21 @@ fn change(words: &[AtomicU64], pages: std::ops::Range<u64>, change: impl Fn(&Ato
 /// A VM whose process is gone, with what was kept of it.
 pub(super) struct Found {
     pub(super) kept: Kept,
-    pub(super) orphan: Orphan,
+    pub(super) record: Vec<u8>,
     pub(super) faults: Link,
     pub(super) main: Link,
     pub(super) ram: Vec<OwnedFd>,
 }
 
 impl Found {
-    /// The VM of the process at an API socket, if it was left behind.
-    pub(super) fn at(api: &std::path::Path) -> Result<Option<Self>, ChError> {
-        let Some((lease, mut fds)) = Lease::of(api, End::Destination)? else {
+    /// The VM of the process at an API socket, if it was left behind. `pages` reads the number of
+    /// its pages from the record.
+    pub(super) fn at(
+        api: &std::path::Path,
+        end: End,
+        pages: &dyn Fn(&[u8]) -> Result<u64, ChError>,
+    ) -> Result<Option<Self>, ChError> {
+        let Some((lease, mut fds)) = Lease::of(api, end)? else {
             return Ok(None);
         };
         let bad = |why: String| ChError::Kept(why);
@@ -297,16 +317,8 @@ impl Found {
             unreachable!("the rest was split off");
         };
         let (file, record) = (File::from(file), File::from(record));
-        let session = read_record(&record)?;
-        let mut orphan = Orphan::of(&session).map_err(|e| bad(e.to_string()))?;
-        let pages = orphan.offer().memory_bytes / pageferry_addr::PAGE_SIZE;
-        let (shared, ring) = Shared::open(&file, pages).map_err(map_failed)?;
-        let number = |index| shared.number(index).load(Ordering::Relaxed);
-        let missing = shared.bits(MISSING).iter();
-        orphan.missing = missing.map(|word| word.load(Ordering::Relaxed)).collect();
-        orphan.missing_at_start = number(MISSING_AT_START);
-        orphan.paused = number(PAUSED) != 0;
-        orphan.handed_over = number(STATE) == HANDED_OVER;
+        let bytes = read_record(&record)?;
+        let (shared, ring) = Shared::open(&file, pages(&bytes)?).map_err(map_failed)?;
         let kept = Kept {
             shared,
             ring: Mutex::new(ring),
@@ -317,11 +329,27 @@ impl Found {
         };
         Ok(Some(Self {
             kept,
-            orphan,
+            record: bytes,
             faults: Link::new(faults.into())?,
             main: Link::new(main.into())?,
             ram,
         }))
+    }
+
+    /// The VM of a migration.
+    pub(super) fn arriving(api: &std::path::Path) -> Result<Option<(Self, Orphan)>, ChError> {
+        let orphan = |record: &[u8]| Orphan::of(record).map_err(|e| ChError::Kept(e.to_string()));
+        let pages = |record: &[u8]| Ok(orphan(record)?.offer().memory_bytes / PAGE_SIZE);
+        let Some(found) = Self::at(api, End::Destination, &pages)? else {
+            return Ok(None);
+        };
+        let number = |index| found.kept.number(index).load(Ordering::Relaxed);
+        let mut orphan = orphan(&found.record)?;
+        orphan.missing = found.kept.missing();
+        orphan.missing_at_start = number(MISSING_AT_START);
+        orphan.paused = number(PAUSED) != 0;
+        orphan.handed_over = number(STATE) == HANDED_OVER;
+        Ok(Some((found, orphan)))
     }
 }
 

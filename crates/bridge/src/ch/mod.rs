@@ -48,7 +48,7 @@ pub mod wire;
 pub use api::parse_answer;
 pub use destination::{Arrived, LeftBehind, ReceiveError, ReceiverOptions, receive};
 pub use error::ChError;
-pub use keeper::keep;
+pub use keeper::{end_keepers, keep};
 pub use restore::{RestoreOptions, RestoreReport, Restoring, restore};
 pub use snapshot::{Snapshot, SnapshotError};
 pub use source::{Source, SourceError, SourceOptions};

@@ -11,6 +11,7 @@
 //!
 //! **Neighbours.** `snapshot` has the places of pages. `pager` has the sources.
 
+use super::kept::Kept;
 use super::snapshot::Snapshot;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::GuestRam;
@@ -69,6 +70,9 @@ pub(super) struct Pages<'a> {
     /// Pages that are written, or were given as zeros. Written under a busy block, or under the
     /// lock while the block is missing.
     placed: PageBitmap,
+    /// The same, for the next process: noted before the process hears of the page. So a page that
+    /// the guest may have written is never written here again.
+    kept: &'a Kept,
     over: AtomicBool,
     /// The source has failed a needed read, whose page is not here yet.
     lost: AtomicBool,
@@ -83,8 +87,14 @@ impl<'a> Pages<'a> {
         snapshot: &'a Snapshot,
         source: &'a dyn Source,
         ram: &'a GuestRam,
+        kept: &'a Kept,
         tell: &'a (dyn Fn(Option<&SourceError>) + Sync),
     ) -> Self {
+        let placed = PageBitmap::new(ram.pages() as usize);
+        placed.set_range(0..ram.pages() as usize);
+        for (word, missing) in kept.missing().into_iter().enumerate() {
+            placed.take_word(word, missing);
+        }
         let block = source.block().max(PAGE_SIZE);
         let blocks = snapshot.memory_bytes().div_ceil(block) as usize;
         Self {
@@ -99,7 +109,8 @@ impl<'a> Pages<'a> {
                 left: blocks,
             }),
             changed: Condvar::new(),
-            placed: PageBitmap::new(ram.pages() as usize),
+            placed,
+            kept,
             over: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             tell,
@@ -178,7 +189,7 @@ impl<'a> Pages<'a> {
             };
             if zero {
                 // The memfd has zeros there, and whoever writes the block leaves this page out.
-                self.placed.set(RamPage(page));
+                self.place(RamPage(page));
                 return true;
             }
             *waited = true;
@@ -208,6 +219,12 @@ impl<'a> Pages<'a> {
                 blocks = self.wait(blocks, left.min(WATCH));
             }
         }
+    }
+
+    /// A page is as in the snapshot. Nobody was told yet.
+    fn place(&self, page: RamPage) {
+        self.kept.came(page, 1);
+        self.placed.set(page);
     }
 
     /// Notes the end of a read.
@@ -247,7 +264,7 @@ impl<'a> Pages<'a> {
                     .ram
                     .try_write(page, &buffer[at..at + PAGE_SIZE as usize]);
                 written.expect("no migration holds this memory, and the page is RAM");
-                self.placed.set(page);
+                self.place(page);
             }
         }
         Ok(())
@@ -357,6 +374,12 @@ mod tests {
         }
     }
 
+    fn kept() -> Kept {
+        let kept = Kept::new(PAGES, b"").unwrap();
+        kept.all_missing(PAGES);
+        kept
+    }
+
     fn ram() -> GuestRam {
         let layout = RamLayout::new(&[(Gpa(0), PAGES * PAGE_SIZE)]).unwrap();
         GuestRam::new(layout).unwrap()
@@ -377,7 +400,8 @@ mod tests {
     fn reading_ahead_waits_for_a_needed_read_and_goes_on_behind_it() {
         let (source, let_go, begun) = source();
         let (snapshot, ram) = (snapshot(), ram());
-        let pages = Pages::new(&snapshot, &source, &ram, &|_| ());
+        let kept = kept();
+        let pages = Pages::new(&snapshot, &source, &ram, &kept, &|_| ());
         let (first, beside, brought) = std::thread::scope(|scope| {
             // Page 20 of the file.
             let needed = scope.spawn(|| pages.bring(RamPage(4), 1));
@@ -403,7 +427,8 @@ mod tests {
     fn a_page_that_was_given_as_zeros_is_not_written_again() {
         let (source, let_go, _begun) = source();
         let (snapshot, ram) = (snapshot(), ram());
-        let pages = Pages::new(&snapshot, &source, &ram, &|_| ());
+        let kept = kept();
+        let pages = Pages::new(&snapshot, &source, &ram, &kept, &|_| ());
         let zero = RamPage(PAGES / 2);
         assert!(pages.bring(zero, 1));
         assert!(source.reads.lock().unwrap().is_empty());

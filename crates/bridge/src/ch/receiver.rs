@@ -15,12 +15,11 @@
 use super::api::{Api, Call, Meeting, until};
 use super::error::ChError;
 use super::keeper::{End, Lease};
-use super::kept::{FIXED, Found, Kept};
+use super::kept::{FIXED, Found, Kept, Main};
 use super::link::{Limit, Link};
 use super::wire::{self, Command as VmmCommand, FAULT_CONNECTION, Mapping, Range};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{AdoptedRegion, GuestRam};
-use pageferry_migration::Orphan;
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -48,10 +47,10 @@ pub(super) struct Receiver {
 }
 
 /// The state that is to outlive our process.
-#[derive(Default)]
 pub(super) struct Keep<'a> {
-    /// The record of the session that brings the pages.
-    pub(super) session: &'a [u8],
+    /// The record of what brings the pages: a session, or a snapshot.
+    pub(super) record: &'a [u8],
+    pub(super) end: End,
     /// The command of a process that keeps the descriptors: see [`keep`](super::keep).
     pub(super) keeper: Option<&'a mut Command>,
 }
@@ -108,7 +107,7 @@ impl Receiver {
         let meeting = Meeting::beside(api.path())?;
         let fds: Vec<_> = mappings.iter().map(memfd).collect::<Result<_, _>>()?;
         let ram = adopt(mappings, &fds)?;
-        let mut kept = Kept::new(ram.pages(), keep.session)?;
+        let mut kept = Kept::new(ram.pages(), keep.record)?;
         let body = serde_json::json!({
             "receiver_url": meeting.url(),
             "memory_mode": "Postcopy",
@@ -149,13 +148,7 @@ impl Receiver {
             let mut all: Vec<BorrowedFd<'_>> = kept.descriptors(links).into();
             debug_assert_eq!(all.len(), FIXED);
             all.extend(fds.iter().map(AsFd::as_fd));
-            let lease = Lease::start(
-                command,
-                End::Destination,
-                api.path(),
-                &meeting.directory,
-                &all,
-            )?;
+            let lease = Lease::start(command, keep.end, api.path(), &meeting.directory, &all)?;
             kept.keep(lease);
         }
         Ok(Self {
@@ -170,24 +163,59 @@ impl Receiver {
     }
 
     /// The process of a VM that another process of ours has left behind.
-    pub(super) fn found(api: &Path, found: Found) -> Result<(Self, Orphan), ChError> {
-        let mappings = wire::mappings(&found.orphan.offer().guest)?;
+    pub(super) fn found(api: &Path, found: Found, mappings: &[Mapping]) -> Result<Self, ChError> {
         if mappings.len() != found.ram.len() {
             let (memfds, regions) = (found.ram.len(), mappings.len());
             return Err(ChError::Kept(format!(
                 "{memfds} memfds, expected {regions}"
             )));
         }
-        let process = Self {
-            ram: adopt(&mappings, &found.ram)?,
+        Ok(Self {
+            ram: adopt(mappings, &found.ram)?,
             api: Api::new(api),
             main: found.main,
             faults: found.faults,
             kept: found.kept,
             _meeting: None,
             _call: None,
-        };
-        Ok((process, found.orphan))
+        })
+    }
+
+    /// Waits for the answer to State, lets the VM go, and waits for the answer to that. Both may
+    /// wait for pages. Begins where a process before this one has ended. `loaded` hears of the
+    /// first answer. `go` returns whether the VM stays paused, or `None` if it does not go.
+    ///
+    /// Returns whether it has gone.
+    pub(super) fn load_and_complete(
+        &self,
+        loaded: &dyn Fn(),
+        go: &dyn Fn() -> Option<bool>,
+    ) -> Result<bool, ChError> {
+        let (main, kept) = (&self.main, &self.kept);
+        if kept.main() == Main::State {
+            main.await_ok("load State")?;
+            kept.set_main(Main::StateAnswered);
+        }
+        loaded();
+        if kept.main() == Main::StateAnswered {
+            // The answer to State, which this process or one before it has seen.
+            main.drain();
+            let Some(paused) = go() else {
+                return Ok(false);
+            };
+            let command = match paused {
+                true => VmmCommand::CompletePaused,
+                false => VmmCommand::Complete,
+            };
+            // A process that dies here says it twice. Cloud Hypervisor reads no command behind it.
+            main.begin(command, &[], "complete", STEP_LIMIT)?;
+            kept.set_main(Main::Complete);
+        }
+        if kept.main() == Main::Complete {
+            main.await_ok("complete")?;
+            kept.set_main(Main::Completed);
+        }
+        Ok(true)
     }
 
     /// Answers page faults until the process has no more. `bring` puts pages in place, and returns

@@ -12,10 +12,13 @@
 //! process.
 
 use super::error::ChError;
+use super::keeper::End;
+use super::kept::Found;
 use super::pages::Pages;
 use super::receiver::{Ended, Keep, Receiver, STEP_LIMIT};
 use super::snapshot::Snapshot;
 use super::wire::Command;
+use pageferry_addr::PAGE_SIZE;
 use pageferry_pager::{Source, SourceError};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,18 +36,24 @@ const GRACE: Duration = Duration::from_secs(5);
 const NICE: i32 = 10;
 
 /// The choices for a restore.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct RestoreOptions {
     /// The API socket of a process that has no VM.
     pub api: PathBuf,
     /// The VM runs once it is restored. Otherwise it stays paused, as it was saved.
     pub resume: bool,
+    /// The command of a program that calls [`keep`](super::keep) at once. With it, a VM that was
+    /// loaded outlives this process: the next restore of the same snapshot goes on. Its standard
+    /// input and output are set.
+    pub keeper: Option<std::process::Command>,
 }
 
 /// An event of a restore.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Restoring<'a> {
+    /// An earlier process was killed. This one goes on with its VM.
+    GoesOn,
     /// The process has the VM, whose pages are still missing. It runs, if that was asked for.
     Loaded,
     /// A page that the process needs cannot be read. It waits, and the source is read again.
@@ -96,18 +105,21 @@ enum Done {
 /// [`ChError`]. The VM has not started, or has ended with its process. [`ChError::Stopped`] when
 /// `stop` returned true: the process then ends its VM.
 pub fn restore(
-    options: &RestoreOptions,
+    options: &mut RestoreOptions,
     snapshot: &Snapshot,
     source: &dyn Source,
     stop: &dyn Fn() -> bool,
     tell: &(dyn Fn(Restoring<'_>) + Sync),
 ) -> Result<RestoreReport, ChError> {
-    let (mappings, config) = (&snapshot.mappings, &snapshot.config);
-    let process = Receiver::prepare(&options.api, mappings, config, Keep::default(), stop)?;
+    let (process, goes_on) = receiver(options, snapshot, source, stop)?;
+    if goes_on {
+        tell(Restoring::GoesOn);
+    }
     let began = Instant::now();
     let of_source = |why: Option<&SourceError>| tell(why.map_or(Restoring::Found, Restoring::Lost));
-    let pages = Pages::new(snapshot, source, &process.ram, &of_source);
+    let pages = Pages::new(snapshot, source, &process.ram, &process.kept, &of_source);
     let requests = AtomicU64::new(0);
+    let resume = options.resume;
     let bring = |first, count| {
         requests.fetch_add(1, Ordering::Relaxed);
         pages.bring(first, count)
@@ -130,7 +142,8 @@ pub fn restore(
         let of_main = sender;
         scope.spawn(|| {
             let of_main = of_main;
-            if let Err(why) = load(&process, snapshot, options.resume, &of_main) {
+            let state = (!goes_on).then_some(&snapshot.state[..]);
+            if let Err(why) = load(&process, state, resume, &of_main) {
                 let _ = of_main.send(Done::Failed(why));
             }
         });
@@ -157,23 +170,49 @@ pub fn restore(
     })
 }
 
-/// Gives the process State, and lets it go. Both may wait for pages.
+/// A process that takes the VM, or one that has it from a process of ours that was killed. Returns
+/// which.
+fn receiver(
+    options: &mut RestoreOptions,
+    snapshot: &Snapshot,
+    source: &dyn Source,
+    stop: &dyn Fn() -> bool,
+) -> Result<(Receiver, bool), ChError> {
+    let record = snapshot.record(&source.identity());
+    let pages = |found: &[u8]| match found == record {
+        true => Ok(snapshot.memory_bytes() / PAGE_SIZE),
+        false => Err(ChError::Kept("it is of another snapshot".into())),
+    };
+    let (api, mappings) = (&options.api, &snapshot.mappings);
+    if let Some(found) = Found::at(api, End::Restore, &pages)? {
+        return Ok((Receiver::found(api, found, mappings)?, true));
+    }
+    let keep = Keep {
+        record: &record,
+        end: End::Restore,
+        keeper: options.keeper.as_mut(),
+    };
+    let process = Receiver::prepare(api, mappings, &snapshot.config, keep, stop)?;
+    process.kept.all_missing(process.ram.pages());
+    Ok((process, false))
+}
+
+/// Gives the process State, if it has none yet, and lets it go. Both may wait for pages.
 fn load(
     process: &Receiver,
-    snapshot: &Snapshot,
+    state: Option<&[u8]>,
     resume: bool,
     done: &Sender<Done>,
 ) -> Result<(), ChError> {
-    let main = &process.main;
-    main.begin(Command::State, &snapshot.state, "take State", STEP_LIMIT)?;
-    main.expect_ok("load State", None)?;
-    let _ = done.send(Done::Loaded);
-    let command = match resume {
-        true => Command::Complete,
-        false => Command::CompletePaused,
+    if let Some(state) = state {
+        let main = &process.main;
+        main.begin(Command::State, state, "take State", STEP_LIMIT)?;
+    }
+    let loaded = || {
+        process.kept.loaded(!resume);
+        let _ = done.send(Done::Loaded);
     };
-    main.begin(command, &[], "complete", STEP_LIMIT)?;
-    main.expect_ok("complete", None)?;
+    process.load_and_complete(&loaded, &|| Some(!resume))?;
     let _ = done.send(Done::Ready);
     Ok(())
 }

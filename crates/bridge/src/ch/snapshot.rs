@@ -18,6 +18,7 @@ use pageferry_pager::{Format, Source, SourceError, Stores};
 use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
+use xxhash_rust::xxh3::xxh3_128;
 
 /// The longest `config.json`, in bytes.
 const MAX_CONFIG_BYTES: usize = 1 << 20;
@@ -176,6 +177,12 @@ fn json<'a, T: Deserialize<'a>>(file: &'static str, text: &'a [u8]) -> Result<T,
 }
 
 impl Snapshot {
+    /// Bytes that no other snapshot has, with the identity of its memory's source.
+    pub(super) fn record(&self, memory: &str) -> Vec<u8> {
+        let sums = [&self.config, &self.state].map(|text| xxh3_128(text).to_le_bytes());
+        [b"PFRESTO\x01", &sums[0][..], &sums[1], memory.as_bytes()].concat()
+    }
+
     /// Reads `config.json` and `state.json`.
     ///
     /// # Errors

@@ -60,13 +60,14 @@ impl Scene {
         stop: &(dyn Fn() -> bool + Sync),
         tell: &(dyn Fn(Restoring<'_>) + Sync),
     ) -> Result<RestoreReport, ChError> {
-        let options = RestoreOptions {
+        let mut options = RestoreOptions {
             api: self.directory.join("target"),
             resume,
+            keeper: None,
         };
         let began = Instant::now();
         let stop = || stop() || began.elapsed() > LIMIT;
-        restore(&options, &self.snapshot, source, &stop, tell)
+        restore(&mut options, &self.snapshot, source, &stop, tell)
     }
 
     /// The VM has all its pages, and each is right.
@@ -342,9 +343,10 @@ fn a_process_that_is_killed_takes_its_vm_along() {
             Ok(())
         },
     };
-    let options = RestoreOptions {
+    let mut options = RestoreOptions {
         api: scene.directory.join("target"),
         resume: true,
+        keeper: None,
     };
     let tell = |happened: Restoring<'_>| {
         loaded.fetch_or(matches!(happened, Restoring::Loaded), Ordering::AcqRel);
@@ -353,7 +355,7 @@ fn a_process_that_is_killed_takes_its_vm_along() {
     let error = std::thread::scope(|scope| {
         let stop = || began.elapsed() > LIMIT;
         let (snapshot, source, tell) = (&scene.snapshot, &source, &tell);
-        let restoring = scope.spawn(move || restore(&options, snapshot, source, &stop, tell));
+        let restoring = scope.spawn(move || restore(&mut options, snapshot, source, &stop, tell));
         wait_until("the VM", || loaded.load(Ordering::Acquire));
         scene.target.kill();
         restoring.join().unwrap().unwrap_err()
@@ -374,12 +376,13 @@ fn a_process_that_has_a_vm_takes_no_other() {
         return;
     };
     other.run();
-    let options = RestoreOptions {
+    let mut options = RestoreOptions {
         api: scene.directory.join("other"),
         resume: true,
+        keeper: None,
     };
     let error = restore(
-        &options,
+        &mut options,
         &scene.snapshot,
         &*scene.memory,
         &|| false,

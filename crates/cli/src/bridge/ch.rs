@@ -93,7 +93,7 @@ pub(super) fn migrate(
 }
 
 /// The command of a process that keeps a VM's descriptors.
-fn keeper() -> Option<Command> {
+pub(super) fn keeper() -> Option<Command> {
     let program = std::env::current_exe().ok().filter(|path| path.exists());
     let Some(program) = program else {
         output::note("this program is not at its path any more: if it dies, so may the VM");

@@ -17,6 +17,7 @@ use crate::receive::check_limits;
 use crate::report::{Conditions, Received, Report, Sent};
 use crate::signals::Interrupts;
 use crate::{output, size, sockets, wall_clock};
+use pageferry_bridge::ch::end_keepers;
 use pageferry_machine::Backing;
 use pageferry_migration::{
     Destination, DestinationReport, Incoming, Observer, Phase, Route, SourceConfig, SourceReport,
@@ -255,8 +256,8 @@ where
     };
     let ended = wait_for_outcome(&outcome, stops, &answers);
     cut.store(true, Ordering::Release);
-    let ended =
-        ended.map_err(|none| none.failure("the VM ran here, and ends with this command"))?;
+    let ended = ended.map_err(|none| none.failure("the VM ran here, and ends with this command"));
+    let ended = ended.inspect_err(|_| end_keepers())?;
     let report = match ended? {
         Ok(report) => report,
         Err(NotCome { failure, stays }) => {

@@ -3,7 +3,7 @@
 //! **Mechanism.** The crate `bridge` restores, in a thread. This one answers requests to stop. Once
 //! the VM may run, the first of them waits for its memory, and the second one ends it.
 
-use super::ch::class;
+use super::ch::{class, keeper};
 use crate::args::RestoreArgs;
 use crate::exit::{Exit, Failure};
 use crate::host::{Answers, StopRequests, catch_defect, wait_for_outcome};
@@ -12,7 +12,8 @@ use crate::signals::Interrupts;
 use crate::size::human;
 use pageferry_bench::kit::charts::time;
 use pageferry_bridge::ch::{
-    RestoreOptions, RestoreReport, Restoring, Snapshot, SnapshotError, restore as restore_into,
+    RestoreOptions, RestoreReport, Restoring, Snapshot, SnapshotError, end_keepers,
+    restore as restore_into,
 };
 use pageferry_pager::{Format, SourceError};
 use serde_json::{Value, json};
@@ -52,10 +53,12 @@ pub(super) fn restore(
     let (snapshot, memory) = opened.map_err(|why| of_snapshot(&args.directory, &why))?;
     let vcpus = snapshot.vcpus().unwrap_or_default();
     let bytes = snapshot.memory_bytes();
-    let options = RestoreOptions {
+    let mut options = RestoreOptions {
         api: api.to_owned(),
         resume: args.resume,
+        keeper: keeper(),
     };
+    let resume = args.resume;
     let [stop, loaded] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let (stopping, loading) = (Arc::clone(&stop), Arc::clone(&loaded));
     let (sender, outcome) = channel();
@@ -66,10 +69,13 @@ pub(super) fn restore(
             let tell = |happened: Restoring<'_>| match happened {
                 Restoring::Loaded => {
                     loading.store(true, Ordering::Release);
-                    output::note(match options.resume {
+                    output::note(match resume {
                         true => "the VM runs; its memory comes",
                         false => "the VM is there, paused; its memory comes",
                     });
+                }
+                Restoring::GoesOn => {
+                    output::note("going on with the restore that an earlier one left behind");
                 }
                 Restoring::Lost(why) => output::note(&format!(
                     "the VM waits for a page that cannot be read, which is tried again: {why}"
@@ -77,7 +83,8 @@ pub(super) fn restore(
                 Restoring::Found => output::note("the page could be read: the VM goes on"),
                 _ => {}
             };
-            let result = catch_defect(|| restore_into(&options, &snapshot, &*memory, &stop, &tell));
+            let result =
+                catch_defect(|| restore_into(&mut options, &snapshot, &*memory, &stop, &tell));
             let _ = sender.send(result);
         })
         .map_err(|e| Failure::os("cannot start the thread of the restore", e))?;
@@ -93,7 +100,9 @@ pub(super) fn restore(
     let ended = wait_for_outcome(&outcome, &mut stops, &answers);
     stop.store(true, Ordering::Release);
     let ended =
-        ended.map_err(|none| none.failure("the VM lacked memory, and ended with this command"))?;
+        ended.map_err(|none| none.failure("the VM lacked memory, and ended with this command"));
+    // The thread may wait for the source for long.
+    let ended = ended.inspect_err(|_| end_keepers())?;
     // It has sent its outcome.
     let _ = thread.join();
     let report = ended?.map_err(|why| match class(&why) {

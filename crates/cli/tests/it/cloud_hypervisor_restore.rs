@@ -4,9 +4,11 @@ use crate::json_document::Document;
 use crate::snapshot::snapshot;
 use crate::support::{Dir, Process, pageferry};
 use pageferry_testkit::cloud_hypervisor::{Config, Double, Quirk};
-use pageferry_testkit::wait_until;
+use pageferry_testkit::{Random, seeds, wait_until};
+use rustix::process::Signal;
 use std::fs::File;
 use std::path::PathBuf;
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 
@@ -22,8 +24,12 @@ fn double(dir: &Dir, name: &str, regions: &[u64], quirk: Quirk) -> Option<Double
 
 /// A directory with the snapshot `web`, and a process without a VM.
 fn scene(quirk: Quirk) -> Option<(Dir, Double)> {
+    scene_of([4 * MIB, 2 * MIB], quirk)
+}
+
+fn scene_of(regions: [u64; 2], quirk: Quirk) -> Option<(Dir, Double)> {
     let dir = Dir::new();
-    let mut source = double(&dir, "source", &[4 * MIB, 2 * MIB], Quirk::Right)?;
+    let mut source = double(&dir, "source", &regions, Quirk::Right)?;
     source.run();
     wait_until("the guest to work", || source.status().touches > 100);
     source.pause();
@@ -259,4 +265,35 @@ fn a_vm_that_waits_for_a_page_can_be_ended() {
     restore.interrupt();
     restore.end().assert_failed(10, "the VM lacked memory");
     assert_eq!(target.wait().code(), Some(3));
+}
+
+/// Kills at seeded moments behind the load. The guest writes its pages meanwhile: none of them may
+/// be written here a second time.
+#[test]
+fn a_vm_outlives_the_processes_that_restore_it() {
+    for seed in seeds("PAGEFERRY_RECEIVE_KILLS", 3) {
+        let Some((dir, mut target)) = scene_of([24 * MIB, 12 * MIB], Quirk::Right) else {
+            return;
+        };
+        let mut random = Random::new(seed);
+        let web = text(dir.path("web"));
+        for kill in 0..5 {
+            let mut restore = start(&dir, &web, &["--resume"]);
+            restore.wait_until_said("the VM runs; its memory comes");
+            let goes_on = restore.said_on_stderr().contains("left behind");
+            assert_eq!(goes_on, kill > 0, "seed {seed}");
+            std::thread::sleep(Duration::from_micros(random.below(40_000)));
+            restore.signal(Signal::KILL);
+            wait_until("the end of the killed process", || !restore.is_running());
+        }
+        // Another snapshot is none of this VM.
+        std::fs::create_dir(dir.path("other")).unwrap();
+        for name in ["config.json", "state.json", "memory-ranges"] {
+            std::fs::copy(dir.path("web").join(name), dir.path("other").join(name)).unwrap();
+        }
+        let other = start(&dir, &text(dir.path("other")), &["--resume"]).end();
+        other.assert_failed(17, "it is of another snapshot");
+        start(&dir, &web, &["--resume"]).end().assert_ok();
+        check(&mut target, "Running");
+    }
 }
