@@ -5,27 +5,42 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A bit a page. Only the gate of a VM orders accesses, so all of them are relaxed.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bits<'a>(pub(crate) &'a [AtomicU64]);
+pub struct Bits<'a>(pub(crate) &'a [AtomicU64]);
 
-impl Bits<'_> {
-    pub(crate) fn test(self, page: u64) -> bool {
+impl<'a> Bits<'a> {
+    /// The words: bit `i` of word `w` is page `64 * w + i`.
+    #[must_use]
+    pub fn words(self) -> &'a [AtomicU64] {
+        self.0
+    }
+
+    /// Whether a page's bit is set.
+    ///
+    /// # Panics
+    /// If the page lies behind the last word. So do all calls that take pages.
+    #[must_use]
+    pub fn test(self, page: u64) -> bool {
         let (word, bit) = place(page);
         self.0[word].load(Ordering::Relaxed) & bit != 0
     }
 
-    pub(crate) fn set(self, pages: Range<u64>) {
+    /// Sets the bits of pages.
+    pub fn set(self, pages: Range<u64>) {
         self.change(pages, |word, bits| {
             word.fetch_or(bits, Ordering::Relaxed);
         });
     }
 
-    pub(crate) fn clear(self, pages: Range<u64>) {
+    /// Clears the bits of pages.
+    pub fn clear(self, pages: Range<u64>) {
         self.change(pages, |word, bits| {
             word.fetch_and(!bits, Ordering::Relaxed);
         });
     }
 
-    pub(crate) fn count(self) -> u64 {
+    /// The number of set bits.
+    #[must_use]
+    pub fn count(self) -> u64 {
         let ones = |word: &AtomicU64| u64::from(word.load(Ordering::Relaxed).count_ones());
         self.0.iter().map(ones).sum()
     }

@@ -37,8 +37,14 @@ const MAX_RECORD_BYTES: u64 = 64 << 10;
 #[derive(Debug)]
 pub(crate) struct Directory {
     path: PathBuf,
-    /// Holds the lock.
-    _lock: File,
+    lock: File,
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        // A child that another thread forks has the descriptor until it executes its program.
+        let _ = flock(&self.lock, FlockOperation::Unlock);
+    }
 }
 
 /// The refusal of a directory.
@@ -173,7 +179,7 @@ impl Directory {
             .map_err(failed)?;
         Ok(Self {
             path: path.to_owned(),
-            _lock: lock,
+            lock,
         })
     }
 
@@ -349,8 +355,11 @@ mod tests {
             matches!(second, DirectoryError::Held { pid, .. } if pid as u32 == own),
             "{second}"
         );
+        // As a child has it for a moment.
+        let copy = first.lock.try_clone().unwrap();
         drop(first);
         assert!(Directory::take(&path, false).is_ok());
+        drop(copy);
         std::fs::remove_dir_all(path).unwrap();
     }
 

@@ -42,6 +42,7 @@ mod timeline;
 mod vm;
 mod vmm;
 
+pub use bits::Bits;
 pub use connect::connect;
 pub use directory::DirectoryError;
 pub use events::{Event, Happened};

@@ -146,24 +146,24 @@ impl Shared {
         (index as u64 + 2) * 8
     }
 
-    /// One of the two bitmaps: bit `i` of word `w` is page `64 * w + i`.
+    /// One of the two bitmaps.
     ///
     /// # Panics
     /// If `which` is neither 0 nor 1.
     #[must_use]
-    pub fn bits(&self, which: usize) -> &[AtomicU64] {
+    pub fn bits(&self, which: usize) -> Bits<'_> {
         assert!(which < 2, "bitmap {which} of 2");
-        self.atomics(BITS + which * self.words * 8, self.words)
+        Bits(self.atomics(BITS + which * self.words * 8, self.words))
     }
 
     /// The pages that the VM has given back. They are zero until it writes them.
     pub(crate) fn removed(&self) -> Bits<'_> {
-        Bits(self.bits(0))
+        self.bits(0)
     }
 
     /// The pages that have been placed, and not given back since.
     pub(crate) fn placed(&self) -> Bits<'_> {
-        Bits(self.bits(1))
+        self.bits(1)
     }
 
     /// Makes a slot of the ring zero, at this point of the program and not later.

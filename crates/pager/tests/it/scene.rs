@@ -10,6 +10,7 @@ use pageferry_testkit::wait_until;
 use rustix::fs::{Advice, fadvise};
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 pub(crate) const MIB: u64 = 1 << 20;
 
@@ -22,7 +23,9 @@ pub(crate) struct Scratch {
 
 impl Scratch {
     pub(crate) fn new(name: &str) -> Self {
-        let name = format!("pageferry-pager-{}-{name}", std::process::id());
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("pageferry-pager-{}-{number}-{name}", std::process::id());
         let files = std::env::temp_dir().join(&name);
         std::fs::create_dir(&files).expect("a directory");
         let memory = Path::new("/dev/shm");

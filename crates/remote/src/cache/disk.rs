@@ -49,7 +49,7 @@ pub(super) struct Counts {
 /// The files, while this process has the lock.
 #[derive(Debug)]
 struct Held {
-    _lock: File,
+    lock: File,
     blocks: File,
     records: File,
     index: Mutex<Index>,
@@ -217,7 +217,7 @@ impl Held {
             .take(u64::from(slots) * RECORD)
             .read_to_end(&mut bytes)?;
         Ok(Self {
-            _lock: lock,
+            lock,
             blocks,
             records,
             index: Mutex::new(Index::decode(&bytes, slots, BLOCK)),
@@ -247,5 +247,7 @@ impl Drop for Held {
     fn drop(&mut self) {
         let bytes = locked(&self.index).encode();
         let _ = self.records.write_all_at(&bytes, 0);
+        // A child that another thread forks has the descriptor until it executes its program.
+        let _ = flock(&self.lock, FlockOperation::Unlock);
     }
 }
