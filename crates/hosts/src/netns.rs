@@ -28,7 +28,8 @@ pub fn command(name: &str, program: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// Calls `work` on a new thread in the namespace `name`. Threads that `work` starts are there too.
+/// Calls `work` on a new thread in the namespace `name`, or in that of an absolute path such as
+/// `/proc/PID/ns/net`. Threads and processes that `work` starts are there too.
 ///
 /// # Errors
 /// If the namespace does not exist, or the process may not enter it.

@@ -25,18 +25,16 @@ use super::wire::{self, Command as VmmCommand, Mapping};
 use super::{KIND, STATE_DEVICE, STATE_VERSION, VM_PAUSED, VM_RUNS};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{
-    Apply, ArmOptions, Delivery, Device, FaultEvents, GuestRam, Machine, MachineError, MachineKind,
-    PauseReport, VcpuState, Vcpus,
+    Apply, Device, GuestRam, Machine, MachineError, MachineKind, PauseReport, VcpuState, Vcpus,
 };
 use pageferry_migration::{
     Destination, DestinationFailure, DestinationReport, Incoming, MigrationError, Observer, Offer,
     Orphan, Resolver, RunningVm,
 };
-use pageferry_userfault::PageBitmap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tracing::error;
@@ -257,8 +255,6 @@ impl Drop for Running {
 /// A receiving process: the machine, its vCPUs and its one device.
 struct Guest {
     process: Receiver,
-    /// The pages that the migration has not brought.
-    missing: OnceLock<Arc<PageBitmap>>,
     /// Ends the migration.
     give_up: Box<dyn Fn() + Send + Sync>,
     over: AtomicBool,
@@ -341,7 +337,6 @@ impl Guest {
         let host = Arc::clone(destination);
         Self {
             process,
-            missing: OnceLock::new(),
             give_up: Box::new(move || host.give_up()),
             over: AtomicBool::new(false),
             progress: Mutex::new(progress),
@@ -481,22 +476,10 @@ impl Machine for Guest {
     fn has_dirty_log(&self) -> bool {
         false
     }
-    fn arm_userfault(
-        &self,
-        missing: Arc<PageBitmap>,
-        options: ArmOptions,
-    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
-        if let Some(other) = options.delivery.filter(|wanted| *wanted != Delivery::Exit) {
-            return Err(MachineError::NoDelivery(other));
-        }
-        self.process.ram.arm(&missing, &options, || Ok(()))?;
-        let _ = self.missing.set(missing);
-        Ok(Vec::new())
-    }
     /// The missing pages are final: they are kept, and page faults are answered from now on.
     fn begin_postcopy(&self) -> Result<(), MachineError> {
         if !self.progress().begun
-            && let Some(missing) = self.missing.get()
+            && let Some(missing) = self.process.ram.missing()
         {
             self.process.kept.set_missing(&missing.snapshot());
         }

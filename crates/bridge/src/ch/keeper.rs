@@ -13,21 +13,18 @@
 
 use super::error::ChError;
 use super::kept::{STATE, is_kept};
+use super::link;
 use pageferry_pager::Shared;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::socket_peercred;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
-use std::io::{self, IoSlice, IoSliceMut, Read as _, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 /// The most descriptors: those of [`Kept`](super::kept::Kept), and a memfd for each mapping.
@@ -47,35 +44,37 @@ pub(super) enum End {
 }
 
 /// The socket of the keeper of the VM at an API socket.
-pub(super) fn socket_of(api: &Path) -> PathBuf {
+fn socket_of(api: &Path) -> PathBuf {
     let mut path = api.as_os_str().to_owned();
     path.push(".pageferry");
     path.into()
 }
 
 /// The leases of this process.
-static LEASES: Mutex<Vec<UnixStream>> = Mutex::new(Vec::new());
+static LEASES: Mutex<Vec<Weak<UnixStream>>> = Mutex::new(Vec::new());
 
 /// Ends all keepers of this process. A program calls it before it ends on its own will, with a VM
 /// that lacks pages: the VM then ends with it, and does not wait for another process.
 pub fn end_keepers() {
-    for lease in LEASES
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .drain(..)
-    {
-        let _ = (&lease).write_all(&[END]);
+    let leases = LEASES.lock().unwrap_or_else(PoisonError::into_inner);
+    for lease in leases.iter().filter_map(Weak::upgrade) {
+        Lease(lease).end();
     }
 }
 
+/// A VM taken from its keeper: the right to it, the first `N` descriptors, and those of RAM.
+type Taken<const N: usize> = (Lease, [OwnedFd; N], Vec<OwnedFd>);
+
 /// The right to a VM. When its process dies, the keeper waits for the next one.
-pub(super) struct Lease(UnixStream);
+pub(super) struct Lease(Arc<UnixStream>);
 
 impl Lease {
-    fn new(stream: UnixStream) -> io::Result<Self> {
+    pub(super) fn new(stream: UnixStream) -> Self {
+        let stream = Arc::new(stream);
         let mut leases = LEASES.lock().unwrap_or_else(PoisonError::into_inner);
-        leases.push(stream.try_clone()?);
-        Ok(Self(stream))
+        leases.retain(|lease| lease.strong_count() > 0);
+        leases.push(Arc::downgrade(&stream));
+        Self(stream)
     }
 
     /// Starts a keeper by `command`, which calls [`keep`], and gives it the descriptors. The first
@@ -107,7 +106,7 @@ impl Lease {
         ours.set_read_timeout(Some(LIMIT)).map_err(failed)?;
         let mut answer = [0];
         match (&ours).read(&mut answer).map_err(failed)? {
-            1 if answer == [end as u8] => Self::new(ours).map_err(failed),
+            1 if answer == [end as u8] => Ok(Self::new(ours)),
             _ => {
                 let mut why = String::new();
                 let _ = (&ours).take(1000).read_to_string(&mut why);
@@ -116,8 +115,8 @@ impl Lease {
         }
     }
 
-    /// Asks the keeper of an API socket for the descriptors. `None` if there is none.
-    pub(super) fn of(api: &Path, end: End) -> Result<Option<(Self, Vec<OwnedFd>)>, ChError> {
+    /// Takes the VM over from the keeper of an API socket. `None` if there is no keeper.
+    pub(super) fn of<const N: usize>(api: &Path, end: End) -> Result<Option<Taken<N>>, ChError> {
         let path = socket_of(api);
         let failed = |e| ChError::io(format!("cannot take the VM over at {}", path.display()), e);
         let stream = match UnixStream::connect(&path) {
@@ -134,7 +133,7 @@ impl Lease {
         };
         check_user(&stream).map_err(failed)?;
         stream.set_read_timeout(Some(LIMIT)).map_err(failed)?;
-        let (said, fds) = match receive(&stream, 1) {
+        let (said, mut fds) = match receive(&stream, 1) {
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
             received => received.map_err(failed)?,
         };
@@ -142,7 +141,11 @@ impl Lease {
             // A keeper that ends just now.
             [] => return Ok(None),
             [here] if here == end as u8 => {
-                return Ok(Some((Self::new(stream).map_err(failed)?, fds)));
+                let ram = fds.split_off(N.min(fds.len()));
+                let first = <[OwnedFd; N]>::try_from(fds).map_err(|fds| {
+                    ChError::Kept(format!("{} descriptors, expected {N}", fds.len()))
+                })?;
+                return Ok(Some((Self::new(stream), first, ram)));
             }
             [BUSY] => "another process of pageferry has it",
             [b'd'] => "it arrives here: start `pageferry receive` again",
@@ -154,13 +157,13 @@ impl Lease {
 
     /// Ends the keeper. The VM then has nobody but this process.
     pub(super) fn end(&self) {
-        let _ = (&self.0).write_all(&[END]);
+        let _ = (&*self.0).write_all(&[END]);
     }
 }
 
 /// Keeps the descriptors that come on standard input: the work of the child that a command starts
-/// ([`ReceiverOptions::keeper`](super::ReceiverOptions::keeper)). Returns when nobody needs them any
-/// more.
+/// ([`ReceiverOptions::keeper`](super::ReceiverOptions::keeper)). Returns when nobody needs them
+/// any more.
 ///
 /// # Errors
 /// When standard input is no such socket, or the socket for the next process cannot be made.
@@ -270,17 +273,7 @@ fn check_user(stream: &UnixStream) -> io::Result<()> {
 
 fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(io::Error::other(format!("more than {MOST} descriptors")));
-    }
-    let sent = rustix::net::sendmsg(
-        to,
-        &[IoSlice::new(bytes)],
-        &mut control,
-        SendFlags::NOSIGNAL,
-    );
-    match sent? {
+    match link::send(to, bytes, &mut space, fds)? {
         all if all == bytes.len() => Ok(()),
         _ => Err(io::ErrorKind::WriteZero.into()),
     }
@@ -289,16 +282,8 @@ fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()>
 /// Receives one message of at most `most` bytes, and its descriptors.
 fn receive(from: &UnixStream, most: usize) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut bytes = vec![0; most];
-    let parts = &mut [IoSliceMut::new(&mut bytes)];
-    let got = rustix::net::recvmsg(from, parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    let mut fds = Vec::new();
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(some) = message {
-            fds.extend(some);
-        }
-    }
-    bytes.truncate(got.bytes);
+    let (mut bytes, mut fds) = (vec![0; most], Vec::new());
+    let got = link::receive(from, &mut bytes, &mut space, &mut fds)?;
+    bytes.truncate(got);
     Ok((bytes, fds))
 }

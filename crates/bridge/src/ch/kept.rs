@@ -124,6 +124,14 @@ impl Kept {
         self.lease = Some(lease);
     }
 
+    /// Ends the keeper: nobody is to go on with the VM. One that is only dropped is left to the next
+    /// process, as if this one had died.
+    pub(super) fn end(&self) {
+        if let Some(lease) = &self.lease {
+            lease.end();
+        }
+    }
+
     /// The descriptors for the keeper, in the order of [`Found`].
     pub(super) fn descriptors<'a>(
         &'a self,
@@ -140,56 +148,39 @@ impl Kept {
 
     /// All pages are missing.
     pub(super) fn all_missing(&self, pages: u64) {
-        let words = (0..pages.div_ceil(64)).map(|word| match pages - word * 64 {
-            64.. => u64::MAX,
-            rest => (1 << rest) - 1,
-        });
-        self.set_missing(&words.collect::<Vec<_>>());
+        self.shared.bits(MISSING).set(0..pages);
     }
 
     /// The missing pages.
     pub(super) fn missing(&self) -> Vec<u64> {
-        let words = self.shared.bits(MISSING).iter();
+        let words = self.shared.bits(MISSING).words().iter();
         words.map(|word| word.load(Ordering::Relaxed)).collect()
     }
 
     /// The pages that miss are final.
     pub(super) fn set_missing(&self, words: &[u64]) {
-        let mut missing = 0;
-        for (to, word) in self.shared.bits(MISSING).iter().zip(words) {
+        let missing = self.shared.bits(MISSING);
+        for (to, word) in missing.words().iter().zip(words) {
             to.store(*word, Ordering::Relaxed);
-            missing += u64::from(word.count_ones());
         }
         self.number(MISSING_AT_START)
-            .store(missing, Ordering::Relaxed);
+            .store(missing.count(), Ordering::Relaxed);
     }
 
     /// Pages have their bytes in place. No receipt was given for them yet.
     pub(super) fn came(&self, first: RamPage, pages: u64) {
-        change(
-            self.shared.bits(MISSING),
-            first.0..first.0 + pages,
-            |word, bits| {
-                word.fetch_and(!bits, Ordering::Relaxed);
-            },
-        );
+        let pages = first.0..first.0 + pages;
+        self.shared.bits(MISSING).clear(pages);
     }
 
     /// The process is about to have these pages.
     pub(super) fn ask(&self, first: RamPage, pages: u64) {
-        change(
-            self.shared.bits(ASKED),
-            first.0..first.0 + pages,
-            |word, bits| {
-                word.fetch_or(bits, Ordering::Relaxed);
-            },
-        );
+        self.shared.bits(ASKED).set(first.0..first.0 + pages);
     }
 
     /// The number of pages that the process has asked for.
     pub(super) fn asked(&self) -> u64 {
-        let ones = |word: &AtomicU64| u64::from(word.load(Ordering::Relaxed).count_ones());
-        self.shared.bits(ASKED).iter().map(ones).sum()
+        self.shared.bits(ASKED).count()
     }
 
     /// All that the VM needs to run is loaded: from now on it outlives this process.
@@ -262,30 +253,12 @@ impl Kept {
     }
 }
 
-impl Drop for Kept {
-    fn drop(&mut self) {
-        if let Some(lease) = &self.lease {
-            lease.end();
-        }
-    }
-}
-
 fn split(slot: &[u8; 2 * HEADER_BYTES]) -> Result<(Request, [u8; HEADER_BYTES]), ChError> {
     let (header, range) = slot.split_at(HEADER_BYTES);
     let mut halves = [[0; HEADER_BYTES]; 2];
     halves[0].copy_from_slice(header);
     halves[1].copy_from_slice(range);
     Ok((Request::decode(&halves[0])?, halves[1]))
-}
-
-fn change(words: &[AtomicU64], pages: std::ops::Range<u64>, change: impl Fn(&AtomicU64, u64)) {
-    let mut page = pages.start;
-    while page < pages.end {
-        let end = pages.end.min((page / 64 + 1) * 64);
-        let bits = u64::MAX >> (64 - (end - page)) << (page % 64);
-        change(&words[(page / 64) as usize], bits);
-        page = end;
-    }
 }
 
 /// A VM whose process is gone, with what was kept of it.
@@ -305,17 +278,10 @@ impl Found {
         end: End,
         pages: &dyn Fn(&[u8]) -> Result<u64, ChError>,
     ) -> Result<Option<Self>, ChError> {
-        let Some((lease, mut fds)) = Lease::of(api, end)? else {
+        let Some((lease, fds, ram)) = Lease::of::<FIXED>(api, end)? else {
             return Ok(None);
         };
-        let bad = |why: String| ChError::Kept(why);
-        if fds.len() < FIXED {
-            return Err(bad(format!("{} descriptors, expected {FIXED}", fds.len())));
-        }
-        let ram = fds.split_off(FIXED);
-        let Ok([faults, file, main, record, out, into]) = <[OwnedFd; FIXED]>::try_from(fds) else {
-            unreachable!("the rest was split off");
-        };
+        let [faults, file, main, record, out, into] = fds;
         let (file, record) = (File::from(file), File::from(record));
         let bytes = read_record(&record)?;
         let (shared, ring) = Shared::open(&file, pages(&bytes)?).map_err(map_failed)?;
@@ -444,6 +410,23 @@ mod tests {
         }
     }
 
+    /// A takeover that fails, as for want of memory, must not end the VM.
+    #[test]
+    fn a_vm_that_is_only_dropped_is_left_to_the_next_process() {
+        for ends in [false, true] {
+            let (ours, mut keeper) = UnixStream::pair().unwrap();
+            let mut kept = Kept::new(100, b"session").unwrap();
+            kept.keep(Lease::new(ours));
+            if ends {
+                kept.end();
+            }
+            drop(kept);
+            let mut said = Vec::new();
+            keeper.read_to_end(&mut said).unwrap();
+            assert_eq!(!said.is_empty(), ends);
+        }
+    }
+
     /// Each line of the table of states.
     #[test]
     fn a_request_is_answered_once_wherever_the_process_dies() {
@@ -503,14 +486,7 @@ mod tests {
         scene.kept.loaded(true);
         scene.kept.set_main(Main::Complete);
         let scene = scene.dies();
-        let words: Vec<u64> = scene
-            .kept
-            .shared
-            .bits(MISSING)
-            .iter()
-            .map(|word| word.load(Ordering::Relaxed))
-            .collect();
-        assert_eq!(words, [7, 1 << 35]);
+        assert_eq!(scene.kept.missing(), [7, 1 << 35]);
         assert_eq!(
             (scene.kept.asked(), scene.kept.main()),
             (10, Main::Complete)

@@ -80,6 +80,14 @@ impl Left {
         Ok(())
     }
 
+    /// Ends the keeper: nobody is to go on with the move. One that is only dropped is left to the
+    /// next process, as if this one had died.
+    pub(super) fn end(&self) {
+        if let Some(lease) = &self.lease {
+            lease.end();
+        }
+    }
+
     fn set(&self, index: usize, value: u64) {
         self.shared.number(index).store(value, Ordering::Relaxed);
     }
@@ -118,14 +126,6 @@ impl Left {
     }
 }
 
-impl Drop for Left {
-    fn drop(&mut self) {
-        if let Some(lease) = &self.lease {
-            lease.end();
-        }
-    }
-}
-
 /// A move whose process died behind the hand-over.
 pub(super) struct FoundMove {
     pub(super) left: Left,
@@ -137,20 +137,13 @@ pub(super) struct FoundMove {
 impl FoundMove {
     /// The move from the process at an API socket, if it was left behind.
     pub(super) fn at(api: &Path) -> Result<Option<Self>, ChError> {
-        let Some((lease, mut fds)) = Lease::of(api, End::Source)? else {
+        let Some((lease, [link, file, record], ram)) = Lease::of::<FIXED>(api, End::Source)? else {
             return Ok(None);
-        };
-        let bad = |why: String| ChError::Kept(why);
-        if fds.len() < FIXED {
-            return Err(bad(format!("{} descriptors, expected {FIXED}", fds.len())));
-        }
-        let ram = fds.split_off(FIXED);
-        let Ok([link, file, record]) = <[OwnedFd; FIXED]>::try_from(fds) else {
-            unreachable!("the rest was split off");
         };
         let (file, record) = (File::from(file), File::from(record));
         let (shared, _) = Shared::open(&file, 0).map_err(map_failed)?;
-        let mut orphan = Orphan::of(&read_record(&record)?).map_err(|e| bad(e.to_string()))?;
+        let orphan = Orphan::of(&read_record(&record)?);
+        let mut orphan = orphan.map_err(|e| ChError::Kept(e.to_string()))?;
         let left = Left {
             shared,
             file,

@@ -7,6 +7,7 @@
 use super::error::ChError;
 use super::wire::{Command, HEADER_BYTES, Request, Status};
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -46,6 +47,39 @@ impl Limit {
         }
         Ok(left)
     }
+}
+
+/// Receives some bytes, and adds the descriptors that came with them, as far as `space` has room.
+pub(super) fn receive(
+    from: &UnixStream,
+    into: &mut [u8],
+    space: &mut [MaybeUninit<u8>],
+    fds: &mut Vec<OwnedFd>,
+) -> Result<usize, Errno> {
+    let mut control = RecvAncillaryBuffer::new(space);
+    let parts = &mut [IoSliceMut::new(into)];
+    let got = rustix::net::recvmsg(from, parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(some) = message {
+            fds.extend(some);
+        }
+    }
+    Ok(got.bytes)
+}
+
+/// Sends bytes with descriptors, for which `space` has room. Returns the number of bytes.
+pub(super) fn send(
+    to: &UnixStream,
+    bytes: &[u8],
+    space: &mut [MaybeUninit<u8>],
+    fds: &[BorrowedFd<'_>],
+) -> Result<usize, Errno> {
+    let mut control = SendAncillaryBuffer::new(space);
+    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::TOOMANYREFS);
+    }
+    let parts = [IoSlice::new(bytes)];
+    rustix::net::sendmsg(to, &parts, &mut control, SendFlags::NOSIGNAL)
 }
 
 pub(super) struct Link(UnixStream);
@@ -88,20 +122,10 @@ impl Link {
             let _ = self.0.set_read_timeout(left);
             let mut space =
                 [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_DESCRIPTORS))];
-            let mut control = RecvAncillaryBuffer::new(&mut space);
-            let parts = &mut [IoSliceMut::new(into)];
-            let got = rustix::net::recvmsg(&self.0, parts, &mut control, RecvFlags::CMSG_CLOEXEC);
-            match got {
-                Ok(got) => {
-                    for message in control.drain() {
-                        if let RecvAncillaryMessage::ScmRights(some) = message {
-                            fds.extend(some);
-                        }
-                    }
-                    return Ok(got.bytes);
-                }
-                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::CONNRESET) => return Ok(0),
+            match receive(&self.0, into, &mut space, fds) {
+                Ok(got) => return Ok(got),
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(Errno::CONNRESET) => return Ok(0),
                 Err(e) => return Err(ChError::io("cannot read from Cloud Hypervisor", e)),
             }
         }
@@ -173,8 +197,8 @@ impl Link {
         loop {
             match rustix::net::recv(&self.0, &mut *into, RecvFlags::PEEK) {
                 Ok((_, got)) => return Ok(got),
-                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::CONNRESET) => return Ok(0),
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(Errno::CONNRESET) => return Ok(0),
                 Err(e) => return Err(ChError::io("cannot read from Cloud Hypervisor", e)),
             }
         }
@@ -185,7 +209,7 @@ impl Link {
         let now = rustix::time::Timespec::default();
         match poll(&mut fds, Some(&now)) {
             Ok(_) => Ok(!fds[0].revents().is_empty()),
-            Err(rustix::io::Errno::INTR) => Ok(false),
+            Err(Errno::INTR) => Ok(false),
             Err(e) => Err(ChError::io("cannot read from Cloud Hypervisor", e)),
         }
     }
@@ -277,13 +301,7 @@ impl Link {
         // The receiver takes the descriptor with the slot.
         self.send(&Request::encode(Command::MemoryFd, 4), WHAT)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let fds = [fd];
-        control.push(SendAncillaryMessage::ScmRights(&fds));
-        let slot = slot.to_le_bytes();
-        let parts = [IoSlice::new(&slot)];
-        let sent = rustix::net::sendmsg(&self.0, &parts, &mut control, SendFlags::NOSIGNAL);
-        match sent {
+        match send(&self.0, &slot.to_le_bytes(), &mut space, &[fd]) {
             Ok(4) => Ok(()),
             Ok(_) => Err(ChError::Closed(WHAT)),
             Err(e) => Err(ChError::io("cannot send a memfd to Cloud Hypervisor", e)),

@@ -268,6 +268,7 @@ impl Receiver {
     /// Ends both connections, and every wait on them. The process then ends its VM, unless it has
     /// all pages.
     pub(super) fn shutdown(&self) {
+        self.kept.end();
         self.main.shutdown();
         self.faults.shutdown();
     }

@@ -290,6 +290,7 @@ impl Source {
 
 impl Drop for Source {
     fn drop(&mut self) {
+        self.vmm.left.end();
         self.vmm.hold().refuse();
     }
 }

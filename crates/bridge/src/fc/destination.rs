@@ -58,8 +58,8 @@ pub struct ReceiverOptions {
     pub overrides: Overrides,
 }
 
-/// What a VM finds here in the place of what it had at its source. Firecracker refuses what its
-/// version does not know, before `Go`.
+/// The things of this host that take the place of those that a VM had at its source. Firecracker
+/// refuses what its version does not know, before `Go`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Overrides {
     /// The names of network interfaces in the VM's configuration, and their tap devices here.

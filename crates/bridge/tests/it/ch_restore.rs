@@ -394,7 +394,7 @@ fn a_process_that_has_a_vm_takes_no_other() {
     assert_eq!(other.status().state, "Running");
 }
 
-/// What the same process would get if each page cost a round trip to the source.
+/// The rate of the same process if each page cost a round trip to the source.
 #[test]
 #[ignore = "measures: run with --release and --nocapture"]
 fn pages_a_second_of_a_slow_source() {
