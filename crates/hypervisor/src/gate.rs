@@ -66,7 +66,7 @@ impl Requests {
     /// Compare decoded code with memory, like FENCE.I.
     pub const FENCE_I: Self = Self(1 << 5);
 
-    /// Take the interrupts that other threads have raised.
+    /// Take the interrupts that other threads have raised or lowered.
     pub const INTERRUPT: Self = Self(1 << 6);
 
     const ALL: u64 = 0x7f;

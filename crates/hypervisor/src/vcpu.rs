@@ -80,13 +80,23 @@ pub enum Exit {
 /// What the vCPU shares with the threads that wake it.
 pub(crate) struct Port {
     gate: Arc<Gate>,
-    /// Interrupts that other threads have raised, as bits of `sip`.
-    raised: AtomicU32,
+    /// Interrupts that other threads have raised, as bits of `sip`, and those that they have
+    /// lowered, [`LOWERED`] bits above. No interrupt has both bits.
+    changed: AtomicU32,
     sleep: Mutex<()>,
     bell: Condvar,
 }
 
+/// The bits of [`Port::changed`] above which lowered interrupts are.
+const LOWERED: u32 = 16;
+
 impl Port {
+    /// The pending interrupts `sip`, as other threads have changed them.
+    fn sip_with(changed: u32, sip: u64) -> u64 {
+        let raised = changed & ((1 << LOWERED) - 1);
+        sip & !u64::from(changed >> LOWERED) | u64::from(raised)
+    }
+
     /// Makes a request, and ends the vCPU's sleep.
     fn wake(&self, request: Requests) {
         // The vCPU need not be waited for, so the ticket has no use.
@@ -124,10 +134,20 @@ impl KickHandle {
     /// [`Hart::set_interrupt`](crate::hart::Hart::set_interrupt). It ends a WFI inside
     /// [`VcpuCore::run`] and [`VcpuCore::wait`].
     pub fn raise(&self, interrupt: Interrupt) {
+        self.set(interrupt, true);
+    }
+
+    /// Makes `interrupt` pending or not, as [`KickHandle::raise`] does.
+    pub fn set(&self, interrupt: Interrupt, pending: bool) {
+        let raised = 1 << interrupt as u32;
+        let (bit, other) = match pending {
+            true => (raised, raised << LOWERED),
+            false => (raised << LOWERED, raised),
+        };
         // The request comes second, and releases it.
-        self.0
-            .raised
-            .fetch_or(1 << interrupt as u32, Ordering::Relaxed);
+        let change = |changed| Some(changed & !other | bit);
+        let order = Ordering::Relaxed;
+        let _ = self.0.changed.fetch_update(order, order, change);
         self.0.wake(Requests::INTERRUPT);
     }
 
@@ -185,7 +205,7 @@ impl<M: Memslots> VcpuCore<M> {
             changes,
             port: Arc::new(Port {
                 gate,
-                raised: AtomicU32::new(0),
+                changed: AtomicU32::new(0),
                 sleep: Mutex::new(()),
                 bell: Condvar::new(),
             }),
@@ -215,7 +235,7 @@ impl<M: Memslots> VcpuCore<M> {
                 Err(requests) => {
                     serve(&mut self.hart, &mut self.memory, requests);
                     if requests.contains(Requests::INTERRUPT) {
-                        take_raised(&mut self.hart, &self.port);
+                        take_changed(&mut self.hart, &self.port);
                     }
                     if requests.contains(Requests::KICK) {
                         self.changes.free_tables();
@@ -330,16 +350,17 @@ impl<M: Memslots> VcpuCore<M> {
         &mut self.hart
     }
 
-    /// The whole architectural state. Interrupts that other threads have raised are pending in it.
+    /// The whole architectural state. Interrupts that other threads have raised are pending in
+    /// it, and those that they have lowered are not.
     #[must_use]
     pub fn state(&self) -> HartState {
         let mut state = self.hart.state();
-        state.sip |= u64::from(self.port.raised.load(Ordering::Relaxed));
+        state.sip = Port::sip_with(self.port.changed.load(Ordering::Relaxed), state.sip);
         state
     }
 
-    /// Replaces the whole architectural state. Interrupts that other threads have raised before end
-    /// here.
+    /// Replaces the whole architectural state. Changes of interrupts that other threads have made
+    /// before end here.
     ///
     /// To change a part of the state, use [`VcpuCore::hart_mut`]: an interrupt that is raised
     /// between [`VcpuCore::state`] and this call would be lost.
@@ -348,7 +369,7 @@ impl<M: Memslots> VcpuCore<M> {
     /// If no hart can be in `state`. The vCPU is then unchanged.
     pub fn set_state(&mut self, state: &HartState) -> Result<(), StateError> {
         self.hart.set_state(state)?;
-        self.port.raised.store(0, Ordering::Relaxed);
+        self.port.changed.store(0, Ordering::Relaxed);
         Ok(())
     }
 
@@ -387,13 +408,14 @@ fn until(ticks: u64) -> Duration {
     Duration::from_nanos(ticks.saturating_mul(nanos))
 }
 
-/// Raises the interrupts that other threads have raised.
+/// Raises and lowers the interrupts that other threads have changed.
 #[cold]
-fn take_raised(hart: &mut Hart, port: &Port) {
-    let raised = port.raised.swap(0, Ordering::Relaxed);
+fn take_changed(hart: &mut Hart, port: &Port) {
+    let changed = port.changed.swap(0, Ordering::Relaxed);
     for interrupt in [Interrupt::Software, Interrupt::Timer, Interrupt::External] {
-        if raised >> interrupt as u32 & 1 != 0 {
-            hart.set_interrupt(interrupt, true);
+        let bit = 1 << interrupt as u32;
+        if changed & (bit | bit << LOWERED) != 0 {
+            hart.set_interrupt(interrupt, changed & bit != 0);
         }
     }
 }

@@ -153,6 +153,28 @@ fn a_raised_interrupt_is_part_of_the_state() {
     assert_eq!(vcpu.state().sip, 1 << 1);
 }
 
+/// The last change counts, also of several before the vCPU's next entry.
+#[test]
+fn a_lowered_interrupt_is_pending_no_more() {
+    let (_vm, mut vcpu) = waiting();
+    let handle = vcpu.kick_handle();
+    handle.raise(Interrupt::External);
+    handle.raise(Interrupt::Software);
+    handle.set(Interrupt::External, false);
+    assert_eq!(vcpu.state().sip, 1 << 1);
+    handle.set(Interrupt::External, true);
+    assert_eq!(vcpu.state().sip, 1 << 9 | 1 << 1);
+    // The vCPU takes both.
+    handle.kick();
+    assert_eq!(vcpu.run(), Exit::Kicked);
+    assert_eq!(vcpu.hart().state().sip, 1 << 9 | 1 << 1);
+    handle.set(Interrupt::External, false);
+    assert_eq!(vcpu.state().sip, 1 << 1);
+    handle.kick();
+    assert_eq!(vcpu.run(), Exit::Kicked);
+    assert_eq!(vcpu.hart().state().sip, 1 << 1);
+}
+
 #[test]
 fn a_wake_up_ends_a_wait_and_is_no_exit() {
     let (_vm, mut vcpu) = waiting();
