@@ -72,3 +72,30 @@ pub fn create(engine: Engine, spec: MachineSpec) -> Result<NewMachine, MachineEr
         absent => Err(not_built(absent)),
     }
 }
+
+/// Creates a machine with the interrupt controllers and timers of a PC, on which an x86-64 kernel
+/// runs ([`crate::Linux::load_pc`]). Its vCPUs have this CPUID ([`crate::kvm::cpuid_of`]), or all
+/// that this host supports.
+///
+/// # Errors
+/// As [`create`], when the host lacks a feature of `cpuid`, and on a host that is no x86-64.
+#[cfg(feature = "pc")]
+pub fn create_pc(
+    spec: MachineSpec,
+    cpuid: Option<&crate::Cpuid>,
+) -> Result<NewMachine, MachineError> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let options = crate::kvm::KvmOptions {
+            irqchip: crate::kvm::Irqchip::Kernel,
+            cpuid,
+            ..Default::default()
+        };
+        crate::kvm::create_with(spec, options)
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = cpuid;
+        crate::kvm::create(spec)
+    }
+}

@@ -12,7 +12,7 @@
 
 use crate::{Apply, Device, MachineError};
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The console of one machine.
@@ -29,6 +29,7 @@ use std::time::{Duration, Instant};
 pub struct Console {
     queues: Mutex<Queues>,
     written: Condvar,
+    on_input: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 #[derive(Default)]
@@ -137,7 +138,22 @@ impl Console {
         };
         let taken = bytes.len().min(room);
         queues.input.extend(&bytes[..taken]);
+        drop(queues);
+        self.tell_of_input();
         taken
+    }
+
+    /// Calls `told` after each [`Console::send`], and when a console goes on whose input stood
+    /// still: for a device that interrupts its guest. Only the first call of this counts. An engine
+    /// whose guest polls needs none.
+    pub fn tell(&self, told: impl Fn() + Send + Sync + 'static) {
+        let _ = self.on_input.set(Box::new(told));
+    }
+
+    fn tell_of_input(&self) {
+        if let Some(told) = self.on_input.get() {
+            told();
+        }
     }
 
     /// Offers at most `most` bytes of input to `give`, for the engine whose guest reads them.
@@ -187,6 +203,7 @@ impl Device for Console {
 
     fn resume(&self) {
         self.queues().is_paused = false;
+        self.tell_of_input();
     }
 
     fn save(&self) -> Result<Vec<u8>, MachineError> {

@@ -2,12 +2,13 @@
 
 use crate::huge;
 use crate::{
-    ArmOptions, Backing, Collapsed, Console, Delivery, DeliveryInUse, FaultEvents, GuestRam,
-    MachineError, Vcpu,
+    ArmOptions, Backing, Collapsed, Console, Delivery, DeliveryInUse, Device, FaultEvents,
+    GuestRam, Interrupt, MachineError, Vcpu, VcpuState,
 };
-use pageferry_addr::RamPage;
+use pageferry_addr::{Gpa, RamPage};
 use pageferry_userfault::PageBitmap;
 use std::fmt;
+use std::os::fd::BorrowedFd;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -199,8 +200,9 @@ pub struct NewMachine {
 /// **For implementers.** The provided methods fit one kind of machine: its vCPUs reach memory by
 /// [`GuestRam`] alone, as a VMM's devices do. They find missing pages and log writes there. A
 /// machine whose vCPUs reach memory in another way implements *every* method but
-/// [`Machine::console`], [`Machine::blackout_cost`] and [`Machine::refresh`]. Otherwise the writes
-/// of its vCPUs are in no dirty log, and a migration loses them. Such a machine calls
+/// [`Machine::console`], [`Machine::devices`], [`Machine::interrupt`], [`Machine::doorbell`],
+/// [`Machine::blackout_cost`] and [`Machine::refresh`]. Otherwise the writes of its vCPUs are in no
+/// dirty log, and a migration loses them. Such a machine calls
 /// [`GuestRam::arm`], [`GuestRam::begin`] and [`GuestRam::harvest_writes`] for the VMM's own
 /// accesses.
 ///
@@ -226,6 +228,36 @@ pub trait Machine: Send + Sync {
     /// The guest's text console, if the machine has one.
     fn console(&self) -> Option<&Arc<Console>> {
         None
+    }
+
+    /// The parts of the machine itself whose states travel as those of devices: the console, and
+    /// interrupt controllers with their clocks.
+    fn devices(&self) -> Vec<Arc<dyn Device>> {
+        self.console()
+            .map(|console| Arc::clone(console) as _)
+            .into_iter()
+            .collect()
+    }
+
+    /// The interrupt line `line` of the machine's interrupt controllers. On x86-64 it is a global
+    /// system interrupt (GSI), and on a soft machine a source of its PLIC.
+    ///
+    /// # Errors
+    /// When the machine has no such line.
+    fn interrupt(&self, _line: u32) -> Result<Arc<dyn Interrupt>, MachineError> {
+        Err(MachineError::WrongState(
+            "this machine has no interrupt controllers",
+        ))
+    }
+
+    /// Signals `event`, an eventfd, for each store of 4 bytes of a vCPU to `gpa`, where no memory
+    /// is. The store then leaves the guest no more. Returns false if the engine cannot do that: the
+    /// store leaves the guest as ever ([`crate::Exit::MmioWrite`]).
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    fn doorbell(&self, _gpa: Gpa, _event: BorrowedFd<'_>) -> Result<bool, MachineError> {
+        Ok(false)
     }
 
     /// Whether the machine knows which pages vCPUs write. A source that moves a machine without a
@@ -310,6 +342,13 @@ pub trait Machine: Send + Sync {
         }
         self.ram().arm(&missing, &options, || Ok(()))?;
         Ok(Vec::new())
+    }
+
+    /// The pages of RAM whose bytes are part of a vCPU's state: the hypervisor accesses them.
+    /// [`Vcpus::restore`](crate::Vcpus::restore) puts them in place, so a receiver never
+    /// counts them as missing. None for a state that is malformed: restoring it fails.
+    fn state_pages(&self, _state: &VcpuState) -> Vec<RamPage> {
+        Vec::new()
     }
 
     /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::unchecked`])

@@ -40,6 +40,12 @@ impl GuestRam {
         self.gate.missing().is_some()
     }
 
+    /// The missing pages, once the memory was armed.
+    #[must_use]
+    pub fn missing(&self) -> Option<&PageBitmap> {
+        self.gate.missing()
+    }
+
     /// Lets the VMM's accesses in again: every page whose missing bit is clear has its final bytes.
     pub fn begin(&self) {
         self.gate.begin();

@@ -15,6 +15,9 @@ pub enum MachineError {
     /// The host cannot run this engine. The text has the reason.
     #[error("{0}")]
     EngineUnavailable(String),
+    /// The host lacks a feature of the vCPUs. The text has its leaf, register and bits.
+    #[error("{0}")]
+    Cpu(String),
     /// The kernel refused a system call.
     #[error("{what}: {source}")]
     Os {

@@ -19,7 +19,9 @@
 //!
 //! ```
 //! use pageferry_addr::Gpa;
-//! use pageferry_machine::{DOORBELL_GPA, Engine, Exit, MachineSpec, StartState, create};
+//! use pageferry_machine::{
+//!     DOORBELL_GPA, Engine, Exit, MachineSpec, StartMode, StartState, create,
+//! };
 //!
 //! let mut new = create(Engine::Soft, MachineSpec::new(1, 1 << 20))?;
 //! // sw a0, 0(a1)
@@ -29,6 +31,7 @@
 //!     stack: 0,
 //!     args: [42, DOORBELL_GPA.0],
 //!     tables: Gpa(0),
+//!     mode: StartMode::User,
 //! })?;
 //! let exit = new.vcpus[0].run()?;
 //! assert_eq!(exit, Exit::MmioWrite { gpa: DOORBELL_GPA, value: 42, size: 4 });
@@ -38,9 +41,13 @@
 mod access;
 mod adopt;
 mod backing;
+#[cfg(any(feature = "pc", feature = "soft"))]
+pub mod board;
 #[cfg(any(feature = "kvm", feature = "soft"))]
 mod choice;
 mod console;
+#[cfg(feature = "kvm")]
+mod cpu_model;
 mod delivery;
 mod demand;
 mod device_state;
@@ -52,10 +59,11 @@ mod error;
 mod fault_events;
 mod gate;
 mod huge;
+mod interrupt;
 #[cfg(feature = "kvm")]
 pub mod kvm;
 mod layout;
-#[cfg(feature = "soft")]
+#[cfg(any(feature = "soft", all(feature = "pc", target_arch = "x86_64")))]
 mod linux;
 mod ram;
 #[cfg(feature = "soft")]
@@ -72,9 +80,13 @@ mod written;
 pub use access::{AccessError, At, Fetch, Frozen};
 pub use adopt::AdoptedRegion;
 pub use backing::Backing;
+#[cfg(feature = "pc")]
+pub use choice::create_pc;
 #[cfg(any(feature = "kvm", feature = "soft"))]
 pub use choice::{create, select};
 pub use console::Console;
+#[cfg(feature = "kvm")]
+pub use cpu_model::{CpuModel, CpuModelError, Cpuid, CpuidLeaf};
 pub use delivery::{ArmOptions, Delivery, DeliveryInUse, DeliveryTrial};
 pub use device_state::{Apply, Device};
 #[cfg(feature = "vm-memory")]
@@ -85,15 +97,20 @@ pub use engine::{
 pub use error::MachineError;
 pub use fault_events::{FaultEvent, FaultEvents};
 pub use huge::Collapsed;
+pub use interrupt::Interrupt;
 pub use layout::{DOORBELL_GPA, LayoutError, MAX_VCPUS, RamLayout, RamRegion};
 #[cfg(feature = "soft")]
-pub use linux::{ImageError, Linux, LinuxError, MAX_COMMAND_LINE};
+pub use linux::ImageError;
+#[cfg(any(feature = "soft", all(feature = "pc", target_arch = "x86_64")))]
+pub use linux::{Linux, LinuxError};
+#[cfg(all(feature = "pc", target_arch = "x86_64"))]
+pub use linux::{PcImageError, is_pc_kernel};
 pub use ram::GuestRam;
 pub use threads::{VcpuHooks, VcpuThreads};
 pub use unchecked::UncheckedRam;
 pub use vcpu::{
-    Access, Exit, FirstInstruction, HookVerdict, Kicker, Reset, ResetKind, StartState, Vcpu,
-    VcpuState,
+    Access, Exit, FirstInstruction, HookVerdict, Kicker, Reset, ResetKind, StartMode, StartState,
+    Vcpu, VcpuState,
 };
 pub use vcpus::{PauseReport, Vcpus};
 

@@ -36,12 +36,22 @@ pub trait VcpuHooks: Send + Sync {
         kicker: &dyn Kicker,
     ) -> HookVerdict;
 
-    /// The vCPU stored `value` to an address outside RAM.
-    fn mmio_write(&self, vcpu: u32, gpa: Gpa, value: u64) -> HookVerdict;
+    /// The vCPU stored `size` bytes (1, 2, 4 or 8) of `value` to an address outside RAM.
+    fn mmio_write(&self, vcpu: u32, gpa: Gpa, value: u64, size: u8) -> HookVerdict;
 
     /// The vCPU loads `size` bytes (1, 2, 4 or 8) from an address outside RAM. Returns the value.
     fn mmio_read(&self, _vcpu: u32, _gpa: Gpa, _size: u8) -> u64 {
         u64::MAX
+    }
+
+    /// The vCPU wrote `size` bytes (1, 2 or 4) of `value` to an I/O port.
+    fn port_write(&self, _vcpu: u32, _port: u16, _value: u32, _size: u8) -> HookVerdict {
+        HookVerdict::Resume
+    }
+
+    /// The vCPU reads `size` bytes (1, 2 or 4) from an I/O port. Returns the value.
+    fn port_read(&self, _vcpu: u32, _port: u16, _size: u8) -> u32 {
+        u32::MAX
     }
 
     /// The guest ends itself. The vCPU's thread parks; the other vCPUs run until the owner pauses
@@ -463,13 +473,20 @@ fn run_until_held(
                     .hooks
                     .memory_fault(id, page, access, kicker.as_ref())
             }
-            Exit::MmioWrite { gpa, value, .. } => control.hooks.mmio_write(id, gpa, value),
+            Exit::MmioWrite { gpa, value, size } => control.hooks.mmio_write(id, gpa, value, size),
             Exit::MmioRead { gpa, size } => {
-                vcpu.complete_mmio_read(control.hooks.mmio_read(id, gpa, size));
+                vcpu.complete_read(control.hooks.mmio_read(id, gpa, size));
+                HookVerdict::Resume
+            }
+            Exit::PortWrite { port, value, size } => {
+                control.hooks.port_write(id, port, value, size)
+            }
+            Exit::PortRead { port, size } => {
+                vcpu.complete_read(control.hooks.port_read(id, port, size).into());
                 HookVerdict::Resume
             }
             Exit::Kicked => HookVerdict::Resume,
-            // Nothing will ever wake it: the engine models no interrupt controller.
+            // Nothing will ever wake it: the machine has no interrupt controller.
             Exit::Halted => HookVerdict::Park,
             Exit::Reset(reset) => {
                 control.hooks.reset(id, reset);

@@ -38,14 +38,32 @@ pub enum Exit {
         size: u8,
     },
     /// It loaded from an address that no memory slot covers. The load returns all ones, unless
-    /// [`Vcpu::complete_mmio_read`] follows.
+    /// [`Vcpu::complete_read`] follows.
     MmioRead {
         /// The address.
         gpa: Gpa,
         /// The number of bytes: 1, 2, 4 or 8.
         size: u8,
     },
-    /// It waits for an interrupt that cannot come (HLT: no interrupt controller is modelled).
+    /// It wrote to an I/O port of x86-64.
+    PortWrite {
+        /// The port.
+        port: u16,
+        /// The value, zero-extended.
+        value: u32,
+        /// The number of bytes: 1, 2 or 4.
+        size: u8,
+    },
+    /// It reads from an I/O port of x86-64. The read returns all ones, unless
+    /// [`Vcpu::complete_read`] follows.
+    PortRead {
+        /// The port.
+        port: u16,
+        /// The number of bytes: 1, 2 or 4.
+        size: u8,
+    },
+    /// It waits for an interrupt that cannot come (HLT, in a machine without interrupt
+    /// controllers).
     Halted,
     /// The guest ends itself. No vCPU should run any further. A vCPU that is entered again asks
     /// again.
@@ -119,9 +137,9 @@ pub trait Vcpu: Send {
     /// has reset it.
     fn run(&mut self) -> Result<Exit, MachineError>;
 
-    /// Answers the load of the last [`Exit::MmioRead`] with `value`, before the vCPU is entered
-    /// again. The call does nothing after another exit.
-    fn complete_mmio_read(&mut self, value: u64);
+    /// Answers the load of the last [`Exit::MmioRead`] or [`Exit::PortRead`] with `value`, before
+    /// the vCPU is entered again. The call does nothing after another exit.
+    fn complete_read(&mut self, value: u64);
 
     /// A handle that kicks this vCPU.
     fn kicker(&self) -> std::sync::Arc<dyn Kicker>;
@@ -146,7 +164,7 @@ pub trait Vcpu: Send {
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError>;
 
     /// Sets up the state in which a guest program starts: `entry` and up to two arguments (x86-64:
-    /// rip, rdi, rsi in ring 3 with flat 64-bit tables at `tables`; RV64: pc, a0, a1 in VS-mode).
+    /// rip, rdi and rsi, in the [mode](StartMode) of `start`; RV64: pc, a0 and a1, in VS-mode).
     ///
     /// An RV64 hart without this call, and without a restored state, is stopped. Another hart
     /// starts it by SBI.
@@ -173,6 +191,23 @@ pub enum FirstInstruction {
     At(Instant),
 }
 
+/// The mode in which an x86-64 vCPU starts. A RV64 hart starts in VS-mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum StartMode {
+    /// 64-bit mode in ring 3, with paging by the tables of [`StartState::tables`] and no descriptor
+    /// tables: a program without an operating system.
+    #[default]
+    User,
+    /// 64-bit mode in ring 0, with paging by the tables of [`StartState::tables`] and flat segments
+    /// 0x10 (code) and 0x18 (data): the 64-bit boot protocol of Linux. The GDT of the protocol is
+    /// at [`StartState::GDT`]; the kernel's loader writes it.
+    Kernel64,
+    /// 32-bit protected mode in ring 0, without paging, with the same segments: the PVH protocol of
+    /// Xen. RBX has the second argument.
+    Kernel32,
+}
+
 /// The start of a guest program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StartState {
@@ -185,4 +220,12 @@ pub struct StartState {
     pub args: [u64; 2],
     /// Guest-physical address of the root page table (x86-64 only; ignored elsewhere).
     pub tables: Gpa,
+    /// The mode (x86-64 only; ignored elsewhere).
+    pub mode: StartMode,
+}
+
+impl StartState {
+    /// Guest-physical address of the GDT of [`StartMode::Kernel64`] and [`StartMode::Kernel32`]:
+    /// four descriptors of 8 bytes.
+    pub const GDT: Gpa = Gpa(0x500);
 }

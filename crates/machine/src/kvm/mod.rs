@@ -19,13 +19,14 @@ mod x86;
 
 #[cfg(target_arch = "x86_64")]
 pub use x86::{
-    DirtyTracking, Irqchip, KvmFaults, KvmOptions, KvmSlot, MemoryPlug, create, create_on,
-    create_pluggable, create_with, delivery_trials, dirty_ring_entries, probe_vm,
+    DirtyTracking, Irqchip, KvmFaults, KvmOptions, KvmSlot, MemoryPlug, check_cpuid,
+    check_forced_poison, cpuid_of, create, create_on, create_pluggable, create_with,
+    delivery_trials, dirty_ring_entries, probe_kernels, probe_vm,
 };
 
 #[cfg(not(target_arch = "x86_64"))]
 mod absent {
-    use crate::{MachineError, MachineSpec, NewMachine};
+    use crate::{CpuModel, Cpuid, MachineError, MachineSpec, NewMachine};
 
     fn absent() -> MachineError {
         MachineError::EngineUnavailable(
@@ -38,6 +39,38 @@ mod absent {
     /// # Errors
     /// Always.
     pub fn probe_vm() -> Result<(), MachineError> {
+        Err(absent())
+    }
+
+    /// Tests whether this host's KVM runs kernels: never on this architecture.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn probe_kernels() -> Result<(), MachineError> {
+        Err(absent())
+    }
+
+    /// The CPUID of a PC on this host: never on this architecture.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn cpuid_of(_: &CpuModel, _: u32) -> Result<Cpuid, MachineError> {
+        Err(absent())
+    }
+
+    /// Tests whether a PC with this CPUID can run on this host: never on this architecture.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn check_cpuid(_: &Cpuid, _: u32) -> Result<(), MachineError> {
+        Err(absent())
+    }
+
+    /// Tests whether a PC with this CPUID can be received by poison: never on this architecture.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn check_forced_poison(_: &Cpuid) -> Result<(), MachineError> {
         Err(absent())
     }
 
@@ -71,4 +104,7 @@ mod absent {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-pub use absent::{DirtyTracking, create, delivery_trials, dirty_ring_entries, probe_vm};
+pub use absent::{
+    DirtyTracking, check_cpuid, check_forced_poison, cpuid_of, create, delivery_trials,
+    dirty_ring_entries, probe_kernels, probe_vm,
+};

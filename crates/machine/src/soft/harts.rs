@@ -21,8 +21,8 @@ enum Known {
     Starting(Start),
     /// Neither field changes while the hart is suspended.
     Suspended {
-        /// Whether a software interrupt resumes it.
-        by_software: bool,
+        /// The interrupts that resume it, as bits of `sie`.
+        by: u64,
         /// The time at which its timer resumes it, or [`NO_DEADLINE`].
         deadline: u64,
     },
@@ -30,16 +30,19 @@ enum Known {
     Resuming,
 }
 
+fn has(bits: u64, interrupt: Interrupt) -> bool {
+    bits >> interrupt as u32 & 1 != 0
+}
+
 impl Known {
     fn of(state: &HartState) -> Self {
-        let enabled = |interrupt| state.sie >> interrupt as u32 & 1 != 0;
         match state.run_state {
             RunState::Started => Self::Started,
             RunState::Stopped => Self::Stopped,
             RunState::Suspended if state.sip & state.sie != 0 => Self::Resuming,
             RunState::Suspended => Self::Suspended {
-                by_software: enabled(Interrupt::Software),
-                deadline: if enabled(Interrupt::Timer) {
+                by: state.sie,
+                deadline: if has(state.sie, Interrupt::Timer) {
                     state.stimecmp
                 } else {
                     NO_DEADLINE
@@ -57,6 +60,15 @@ struct HartEntry {
 impl HartEntry {
     fn known(&self) -> MutexGuard<'_, Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_interrupt(&self, interrupt: Interrupt, pending: bool) {
+        // Under the lock: [`Harts::set`] finds either the interrupt or this change.
+        let mut known = self.known();
+        if pending && matches!(*known, Known::Suspended { by, .. } if has(by, interrupt)) {
+            *known = Known::Resuming;
+        }
+        self.handle.set(interrupt, pending);
     }
 }
 
@@ -84,13 +96,14 @@ impl Harts {
     /// Makes a software interrupt pending at the chosen harts.
     pub(super) fn interrupt(&self, harts: HartMask) {
         for (_, entry) in (0..).zip(&self.0).filter(|(id, _)| harts.has(*id)) {
-            // Under the lock: [`Harts::set`] finds either the interrupt or this change.
-            let mut known = entry.known();
-            if matches!(*known, Known::Suspended { by_software, .. } if by_software) {
-                *known = Known::Resuming;
-            }
-            entry.handle.raise(Interrupt::Software);
+            entry.set_interrupt(Interrupt::Software, true);
         }
+    }
+
+    /// Makes the external interrupt of `hart` pending or not.
+    pub(super) fn set_external(&self, hart: u32, pending: bool) {
+        let entry = self.entry(hart);
+        entry.set_interrupt(Interrupt::External, pending);
     }
 
     /// Lets the thread of a stopped hart start it.

@@ -12,7 +12,8 @@
 //!
 //! An ECALL of a guest's operating system is a call of SBI, which the vCPU's thread answers here
 //! (`calls`). Harts start stopped: [`Vcpu::set_start`] starts one, and that one starts others. A
-//! hart that waits for an interrupt sleeps inside [`Vcpu::run`], until an interrupt or a kick.
+//! hart that waits for an interrupt sleeps inside [`Vcpu::run`], until an interrupt or a kick. A
+//! machine for devices has an interrupt controller (`plic`), which the vCPU's thread serves here.
 //!
 //! **Neighbours.** [`pageferry_hypervisor::Vm`] does the work; [`crate::engine`](crate::Machine)
 //! has the contract.
@@ -20,15 +21,17 @@
 mod calls;
 mod harts;
 mod memory;
+mod plic;
 mod state;
 mod vcpu;
 
 use crate::access::{Extent, Store};
+use crate::board::PLIC_SOURCES;
 use crate::huge::{self, whole_range};
 use crate::{
-    AccessError, ArmOptions, BlackoutCost, Collapsed, Console, Delivery, Engine, FaultEvents,
-    GuestRam, LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine,
-    RamLayout, RamRegion, Vcpu,
+    AccessError, ArmOptions, BlackoutCost, Collapsed, Console, Delivery, Device, Engine,
+    FaultEvents, GuestRam, Interrupt, LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind,
+    MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
 };
 use core::ops::Range;
 use harts::Harts;
@@ -38,7 +41,8 @@ use pageferry_hypervisor::{
     HostMemory, Region, SlotFlags, UserfaultBits, VcpuCore, Vm, VmConfig, VmError,
 };
 use pageferry_userfault::PageBitmap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use plic::Plic;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use vcpu::SoftVcpu;
 
@@ -49,6 +53,8 @@ struct SoftMachine {
     ram: Arc<GuestRam>,
     owner: Arc<dyn HostMemory>,
     console: Arc<Console>,
+    /// The interrupt controller, if devices need one.
+    plic: OnceLock<Arc<Plic>>,
     /// The current settings of the slots. A thread that changes the slots holds the lock.
     slots: Mutex<Slots>,
 }
@@ -64,6 +70,8 @@ struct Slots {
 pub struct SoftOptions {
     /// The rule of LR and SC.
     pub lr_sc: LrSc,
+    /// Whether it has an interrupt controller, for devices. Both ends of a migration choose alike.
+    pub interrupts: bool,
 }
 
 /// Creates a machine of this engine with zeroed RAM. Its vCPUs are not started.
@@ -71,9 +79,17 @@ pub struct SoftOptions {
 /// # Errors
 /// When the sizes are out of range or the host has no room for the memory.
 pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
+    create_with(spec, SoftOptions::default())
+}
+
+/// [`create`], with parts that the caller chooses.
+///
+/// # Errors
+/// As [`create`].
+pub fn create_with(spec: MachineSpec, options: SoftOptions) -> Result<NewMachine, MachineError> {
     let layout = RamLayout::for_memory(spec.memory_bytes)?;
     let ram = GuestRam::with_backing(layout, spec.backing)?;
-    create_on(spec.vcpus, ram, SoftOptions::default())
+    create_on(spec.vcpus, ram, options)
 }
 
 /// [`create`], with memory that the caller has made or adopted.
@@ -93,6 +109,9 @@ pub fn create_on(
         .map(|id| machine.vm.create_vcpu(id).map_err(|e| refused(&e)))
         .collect::<Result<Vec<_>, MachineError>>()?;
     let harts = Arc::new(Harts::new(vcpus.iter().map(VcpuCore::kick_handle)));
+    if options.interrupts {
+        machine.plic.get_or_init(|| Plic::new(&harts));
+    }
     let vcpus = vcpus
         .into_iter()
         .map(|core| Box::new(SoftVcpu::new(core, &machine, &harts)) as Box<dyn Vcpu>)
@@ -118,6 +137,7 @@ impl SoftMachine {
             owner: Arc::new(RamOwner(Arc::clone(&ram))),
             ram,
             console: Arc::default(),
+            plic: OnceLock::new(),
             slots: Mutex::default(),
         });
         machine.follow_rules();
@@ -221,6 +241,22 @@ impl Machine for SoftMachine {
 
     fn console(&self) -> Option<&Arc<Console>> {
         Some(&self.console)
+    }
+
+    fn devices(&self) -> Vec<Arc<dyn Device>> {
+        let plic = self.plic.get().map(|plic| Arc::clone(plic) as _);
+        let console = Arc::clone(&self.console) as _;
+        std::iter::once(console).chain(plic).collect()
+    }
+
+    fn interrupt(&self, line: u32) -> Result<Arc<dyn Interrupt>, MachineError> {
+        let plic = self.plic.get().ok_or(MachineError::WrongState(
+            "this machine has no interrupt controller",
+        ))?;
+        plic.line(line).ok_or_else(|| {
+            let why = format!("no interrupt line {line}: expected 1 to {PLIC_SOURCES}");
+            MachineError::Device(why)
+        })
     }
 
     fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {

@@ -4,12 +4,14 @@ use super::SoftMachine;
 use super::calls::{Calls, Missing};
 use super::harts::{Harts, Start};
 use super::memory::alias_mapping;
+use super::plic::Plic;
 use super::state::{decode, encode};
 use crate::translate::Translator;
 use crate::{
     Access, Exit, FirstInstruction, Kicker, MachineError, Reset, ResetKind, StartState, Vcpu,
     VcpuState,
 };
+use pageferry_addr::Gpa;
 use pageferry_hypervisor::hart::{self, Hart, RunState};
 use pageferry_hypervisor::{self as hypervisor, KickHandle, SlotData, VcpuCore};
 use pageferry_sbi::{Call, Next, serve};
@@ -153,6 +155,11 @@ impl SoftVcpu {
         None
     }
 
+    /// The interrupt controller, if it has `gpa`, and the offset there.
+    fn plic(&self, gpa: Gpa) -> Option<(&Plic, u64)> {
+        Some((self.machine.plic.get()?, Plic::offset(gpa)?))
+    }
+
     /// Lets the hart repeat the ECALL that it has left with.
     fn step_back(&mut self) {
         // The ECALL may be the last instruction of the address space.
@@ -196,10 +203,21 @@ impl Vcpu for SoftVcpu {
                         hart::Access::Store => Access::Write,
                     },
                 },
-                hypervisor::Exit::MmioRead { gpa, size } => Exit::MmioRead { gpa, size },
-                hypervisor::Exit::MmioWrite { gpa, size, value } => {
-                    Exit::MmioWrite { gpa, value, size }
-                }
+                hypervisor::Exit::MmioRead { gpa, size } => match self.plic(gpa) {
+                    Some((plic, offset)) => {
+                        let value = plic.read(offset, size);
+                        self.core.complete_mmio_read(value);
+                        continue;
+                    }
+                    None => Exit::MmioRead { gpa, size },
+                },
+                hypervisor::Exit::MmioWrite { gpa, size, value } => match self.plic(gpa) {
+                    Some((plic, offset)) => {
+                        plic.write(offset, value, size);
+                        continue;
+                    }
+                    None => Exit::MmioWrite { gpa, value, size },
+                },
                 hypervisor::Exit::Ecall { args } => match self.call(args) {
                     Some(exit) => exit,
                     None => {
@@ -226,7 +244,7 @@ impl Vcpu for SoftVcpu {
         }
     }
 
-    fn complete_mmio_read(&mut self, value: u64) {
+    fn complete_read(&mut self, value: u64) {
         self.core.complete_mmio_read(value);
     }
 
@@ -277,7 +295,7 @@ mod tests {
     use super::*;
     use crate::soft::SoftOptions;
     use crate::{GuestRam, RamLayout};
-    use pageferry_addr::{Gpa, PAGE_SIZE};
+    use pageferry_addr::PAGE_SIZE;
     use pageferry_hypervisor::hart::{HartState, Interrupt, Mode};
 
     const HSM: u64 = 0x48_534d;

@@ -3,7 +3,8 @@
 
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{
-    AccessError, AdoptedRegion, Backing, Exit, GuestRam, MachineError, RamLayout, StartState, soft,
+    AccessError, AdoptedRegion, Backing, Exit, GuestRam, MachineError, RamLayout, StartMode,
+    StartState, soft,
 };
 use pageferry_testkit::skip;
 use pageferry_userfault::PageBitmap;
@@ -115,6 +116,7 @@ fn a_guest_runs_in_adopted_memory() {
         stack: 0,
         args: [77, (1 << 30) + 4096],
         tables: Gpa(0),
+        mode: StartMode::User,
     };
     new.vcpus[0].set_start(&start).unwrap();
     let exit = new.vcpus[0].run().unwrap();

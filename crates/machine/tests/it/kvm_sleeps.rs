@@ -2,9 +2,9 @@
 
 use crate::kvm_userfault::{CHECK, Source, armed, bytes_of, no_delivery, pages_of};
 use crate::place::placing;
-use crate::support::{CODE, DATA, TABLES, Watchdog, machine_with, no_kvm, rung, start};
+use crate::support::{CODE, DATA, TABLES, Watchdog, machine_with, no_kvm, rung, start, word};
 use pageferry_addr::{PAGE_SIZE, RamPage};
-use pageferry_machine::{Delivery, Exit, FaultEvents, kvm};
+use pageferry_machine::{Delivery, Exit, FaultEvents, Vcpu, kvm};
 use pageferry_testkit::{LIMIT, wait_for};
 use std::ops::Range;
 use std::sync::Arc;
@@ -124,6 +124,43 @@ fn msr_in(state: &[u8], index: u32) -> Range<usize> {
     at..at + 8
 }
 
+/// The bytes come with the state, and the guest sleeps for no page.
+#[test]
+fn the_page_of_a_clock_is_part_of_the_state() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in [Delivery::Minor, Delivery::Missing, Delivery::Poison] {
+        for index in [0x4b56_4d01, 0x4b56_4d03, 0x4b56_4d04] {
+            let mut new = machine_with(1, DATA.0 + 1, kvm::Irqchip::Kernel);
+            if no_delivery(new.machine.as_ref(), delivery) {
+                continue;
+            }
+            let mut old = machine_with(1, DATA.0 + 1, kvm::Irqchip::Kernel);
+            let vcpu = &mut old.vcpus[0];
+            let mut state = vcpu.save().unwrap();
+            assert_eq!(old.machine.state_pages(&state), []);
+            let place = msr_in(&state.0, index);
+            state.0[place].copy_from_slice(&(DATA.byte_offset() | 1).to_le_bytes());
+            vcpu.restore(&state).unwrap();
+            let bytes = bytes_of(DATA);
+            old.machine.ram().try_write(DATA, &bytes).unwrap();
+            let state = vcpu.save().unwrap();
+            assert_eq!(old.machine.state_pages(&state), [DATA]);
+
+            let (missing, mut events) = armed(new.machine.as_ref(), delivery);
+            missing.set_range(0..DATA.index());
+            new.machine.begin_postcopy().unwrap();
+            new.vcpus[0].restore(&state).unwrap();
+            let mut here = [0; PAGE_SIZE as usize];
+            new.machine.ram().try_read(DATA, &mut here).unwrap();
+            // KVM has written its structure.
+            assert_eq!(here[128..], bytes[128..], "{delivery}, {index:#x}");
+            assert!(events.next().unwrap().is_none(), "{delivery}, {index:#x}");
+        }
+    }
+}
+
 /// KVM looks for the page of a clock when the register is set, and the page comes only when the
 /// guest runs.
 #[test]
@@ -155,4 +192,35 @@ fn a_clock_whose_page_is_missing_delays_no_restore_and_is_part_of_the_state() {
             assert_eq!(again, value, "{delivery}, {index:#x}");
         }
     }
+}
+
+#[test]
+fn a_guest_is_told_that_it_was_paused() {
+    /// `PVCLOCK_GUEST_STOPPED` in the flags of `struct pvclock_vcpu_time_info`.
+    const STOPPED: u64 = 1 << (8 * 5 + 1);
+    if no_kvm() {
+        return;
+    }
+    let mut new = machine_with(1, DATA.0 + 1, kvm::Irqchip::None);
+    let ram = Arc::clone(new.machine.ram());
+    let vcpu = new.vcpus[0].as_mut();
+    // mov ebx, 0xd0000000; l: mov [rbx], rdi; jmp l
+    let code = [0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfb];
+    start(&ram, vcpu, 0, &code, [0, 0]);
+    let mut state = vcpu.save().unwrap();
+    let place = msr_in(&state.0, 0x4b56_4d01);
+    state.0[place].copy_from_slice(&(DATA.byte_offset() | 1).to_le_bytes());
+    vcpu.restore(&state).unwrap();
+    let flags = |vcpu: &mut dyn Vcpu| {
+        // KVM writes the clock when it enters the guest.
+        rung(vcpu.run().unwrap());
+        let flags = word(&ram, DATA, 3) & STOPPED;
+        ram.try_write((DATA, 0), &[0; 32]).unwrap();
+        flags
+    };
+    assert_eq!(flags(vcpu), STOPPED, "it was restored");
+    assert_eq!(flags(vcpu), 0);
+    vcpu.kicker().kick();
+    assert_eq!(vcpu.run().unwrap(), Exit::Kicked);
+    assert_eq!(flags(vcpu), STOPPED);
 }

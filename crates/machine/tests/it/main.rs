@@ -33,6 +33,7 @@ mod kvm_plug;
 #[cfg(target_arch = "x86_64")]
 mod kvm_read_only;
 #[cfg(target_arch = "x86_64")]
+mod kvm_registers;
 mod kvm_run;
 #[cfg(target_arch = "x86_64")]
 mod kvm_signals;
@@ -47,8 +48,10 @@ mod kvm_userfault_flag;
 mod place;
 #[cfg(target_arch = "x86_64")]
 mod raw;
+mod soft_interrupts;
 mod soft_move;
 mod soft_sbi;
+mod start;
 #[cfg(target_arch = "x86_64")]
 mod support;
 mod threads;

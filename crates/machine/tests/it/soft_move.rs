@@ -1,11 +1,12 @@
 //! A busy VM of the soft engine moves to another machine: dirty log, pause, state, missing pages.
 
 use crate::place::placing;
+use crate::start::start_at;
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_guest::{Isa, Workload};
 use pageferry_machine::{
     Access, Delivery, Engine, FirstInstruction, GuestRam, HookVerdict, Kicker, MachineError,
-    MachineSpec, NewMachine, StartState, VcpuHooks, VcpuState, VcpuThreads, create,
+    MachineSpec, NewMachine, StartMode, StartState, VcpuHooks, VcpuState, VcpuThreads, create,
 };
 use pageferry_testkit::{LIMIT, wait_until};
 use pageferry_userfault::PageBitmap;
@@ -73,7 +74,7 @@ impl VcpuHooks for Hooks {
         HookVerdict::Resume
     }
 
-    fn mmio_write(&self, vcpu: u32, gpa: Gpa, value: u64) -> HookVerdict {
+    fn mmio_write(&self, vcpu: u32, gpa: Gpa, value: u64, _: u8) -> HookVerdict {
         let what = format!("vCPU {vcpu} rang {value:#x} at {gpa}");
         self.trouble.lock().unwrap().push(what);
         HookVerdict::Park
@@ -96,6 +97,7 @@ fn load(new: &mut NewMachine, workload: &Workload) {
             stack: start.stack,
             args: start.args,
             tables: start.tables,
+            mode: StartMode::User,
         })
         .unwrap();
     }
@@ -262,14 +264,7 @@ fn a_lost_page_is_found_by_the_guest_and_by_the_host() {
 fn a_state_that_one_vcpu_refuses_changes_no_vcpu() {
     let mut new = create(Engine::Soft, MachineSpec::new(2, 1 << 20)).unwrap();
     let before = new.vcpus[0].save().unwrap();
-    new.vcpus[0]
-        .set_start(&StartState {
-            entry: 0x1000,
-            stack: 0,
-            args: [0, 0],
-            tables: Gpa(0),
-        })
-        .unwrap();
+    start_at(&mut *new.vcpus[0], 0x1000);
     let started = new.vcpus[0].save().unwrap();
     let hooks = Hooks::new(new.machine.ram(), None);
     let threads = VcpuThreads::start(new.vcpus, hooks as Arc<dyn VcpuHooks>).unwrap();

@@ -1,10 +1,11 @@
 //! A guest with an operating system's needs: harts that start each other, interrupts, a console, an
 //! end, and devices that answer loads.
 
+use crate::start::start_at;
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{
-    Access, DOORBELL_GPA, Engine, Exit, Kicker, MachineSpec, NewMachine, Reset, ResetKind,
-    StartState, Vcpu, VcpuState, create,
+    Access, DOORBELL_GPA, Engine, Exit, Kicker, MachineSpec, NewMachine, Reset, ResetKind, Vcpu,
+    VcpuState, create,
 };
 use pageferry_testkit::rv64::{
     A0, A1, A2, A6, A7, DBCN, ECALL, HSM, IPI, SRST, WFI, ZERO, add, addi, and, bne, call, csrs,
@@ -27,13 +28,7 @@ fn machine(vcpus: u32, programs: &[&[Vec<u32>]]) -> NewMachine {
             .collect();
         new.machine.ram().try_write(RamPage(page), &code).unwrap();
     }
-    let start = StartState {
-        entry: 0,
-        stack: 0,
-        args: [0; 2],
-        tables: Gpa(0),
-    };
-    new.vcpus[0].set_start(&start).unwrap();
+    start_at(&mut *new.vcpus[0], 0);
     new
 }
 
@@ -312,7 +307,7 @@ fn a_load_from_a_device_gets_its_answer() {
         size: 8,
     };
     assert_eq!(vcpu.run().unwrap(), read);
-    vcpu.complete_mmio_read(0x1234_5678_9abc_def0);
+    vcpu.complete_read(0x1234_5678_9abc_def0);
     assert_eq!(vcpu.run().unwrap(), rang(0x1234_5678_9abc_def0));
     assert_eq!(vcpu.run().unwrap(), read);
     assert_eq!(vcpu.run().unwrap(), rang(u64::MAX), "without an answer");

@@ -4,8 +4,8 @@
 use crate::place::placing;
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{
-    Backing, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, RamLayout, StartState,
-    Vcpu, kvm,
+    Backing, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, RamLayout, StartMode,
+    StartState, Vcpu, kvm,
 };
 pub(crate) use pageferry_testkit::process::runs_in_child;
 use pageferry_testkit::{LIMIT, skip};
@@ -90,7 +90,7 @@ pub(crate) fn pluggable(vcpus: u32, pages: u64) -> (NewMachine, kvm::MemoryPlug)
 fn pluggable_with(
     vcpus: u32,
     pages: u64,
-    options: kvm::KvmOptions,
+    options: kvm::KvmOptions<'_>,
 ) -> (NewMachine, kvm::MemoryPlug) {
     let spec = MachineSpec::new(vcpus, pages * PAGE_SIZE);
     let (new, plug) = kvm::create_pluggable(spec, options).unwrap();
@@ -142,6 +142,7 @@ pub(crate) fn start(ram: &GuestRam, vcpu: &mut dyn Vcpu, slot: u64, code: &[u8],
         stack: 0xf000,
         args,
         tables: Gpa(0x1000),
+        mode: StartMode::User,
     };
     vcpu.set_start(&start).unwrap();
 }

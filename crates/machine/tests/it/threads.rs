@@ -34,7 +34,7 @@ struct FakeVcpu {
 }
 
 impl Vcpu for FakeVcpu {
-    fn complete_mmio_read(&mut self, _value: u64) {}
+    fn complete_read(&mut self, _value: u64) {}
 
     fn id(&self) -> u32 {
         self.id
@@ -116,7 +116,7 @@ impl VcpuHooks for Hooks {
             HookVerdict::Resume
         }
     }
-    fn mmio_write(&self, _: u32, _: Gpa, _: u64) -> HookVerdict {
+    fn mmio_write(&self, _: u32, _: Gpa, _: u64, _: u8) -> HookVerdict {
         HookVerdict::Resume
     }
     fn failed(&self, _: u32, _: &MachineError) {

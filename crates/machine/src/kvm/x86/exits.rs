@@ -1,12 +1,12 @@
 //! The meaning of KVM's exits.
 
-use super::run_page::{Mmio, RunPage};
+use super::run_page::{Mmio, Port, RunPage};
 use crate::Exit;
 use kvm_bindings::{
     KVM_EXIT_DIRTY_RING_FULL, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_HLT, KVM_EXIT_INTERNAL_ERROR,
     KVM_EXIT_INTR, KVM_EXIT_IO, KVM_EXIT_IOAPIC_EOI, KVM_EXIT_MMIO, KVM_EXIT_SHUTDOWN,
-    KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_SIMUL_EX,
-    kvm_regs, kvm_sregs,
+    KVM_EXIT_X86_WRMSR, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
+    KVM_INTERNAL_ERROR_SIMUL_EX, kvm_msr_entry, kvm_regs, kvm_sregs,
 };
 use pageferry_addr::Gpa;
 
@@ -15,8 +15,10 @@ use pageferry_addr::Gpa;
 pub(super) enum Left {
     /// An access to an address that no slot covers, or that KVM could not reach.
     Mmio(Mmio),
-    /// A port access. There are no ports: reads give ones, writes are dropped.
-    Port,
+    /// A port access.
+    Port(Port),
+    /// A write of a model-specific register that the filter lets out.
+    WriteMsr(kvm_msr_entry),
     /// HLT.
     Halted,
     /// The vCPU's dirty ring has no room.
@@ -36,10 +38,8 @@ const CR0_PE: u64 = 1;
 pub(super) fn read(page: &RunPage) -> Left {
     match page.exit_reason() {
         KVM_EXIT_MMIO => Left::Mmio(page.mmio()),
-        KVM_EXIT_IO => {
-            page.float_port_bus();
-            Left::Port
-        }
+        KVM_EXIT_IO => Left::Port(page.port()),
+        KVM_EXIT_X86_WRMSR => Left::WriteMsr(page.msr_written()),
         KVM_EXIT_HLT => Left::Halted,
         KVM_EXIT_DIRTY_RING_FULL => Left::RingFull,
         KVM_EXIT_INTR | KVM_EXIT_IOAPIC_EOI => Left::Nothing,
@@ -82,6 +82,12 @@ pub(super) fn described(exit: &Exit) -> String {
         Exit::MmioRead { gpa, size } => {
             format!("it loaded {size} bytes from {gpa}, where no memory is")
         }
+        Exit::PortWrite { port, value, size } => {
+            format!("it wrote {value:#x} to I/O port {port:#x} in {size} bytes")
+        }
+        Exit::PortRead { port, size } => {
+            format!("it read {size} bytes from I/O port {port:#x}")
+        }
         Exit::Halted => "it halted".into(),
         Exit::Reset(_) => "it ended itself".into(),
         Exit::Kicked => "it was kicked".into(),
@@ -120,6 +126,18 @@ pub(super) fn mmio(page: &RunPage, access: Mmio) -> Exit {
     }
 }
 
+/// The exit for the value `index` of a port access. A read is answered with ones.
+pub(super) fn port(page: &RunPage, access: &Port, index: u32) -> Exit {
+    let (port, size) = (access.port, access.size);
+    if access.write {
+        let value = page.port_written(access, index);
+        Exit::PortWrite { port, value, size }
+    } else {
+        page.set_port_read(access, index, u32::MAX);
+        Exit::PortRead { port, size }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -150,6 +168,21 @@ mod tests {
             (
                 read,
                 "it loaded 4 bytes from 0xd0000000, where no memory is",
+            ),
+            (
+                Exit::PortWrite {
+                    port: 0x3f8,
+                    value: 0x41,
+                    size: 1,
+                },
+                "it wrote 0x41 to I/O port 0x3f8 in 1 bytes",
+            ),
+            (
+                Exit::PortRead {
+                    port: 0x3fd,
+                    size: 1,
+                },
+                "it read 1 bytes from I/O port 0x3fd",
             ),
             (Exit::Halted, "it halted"),
             (Exit::Kicked, "it was kicked"),

@@ -1,19 +1,25 @@
 //! Machines of this engine: [`Machine`] on a VM of `vm`.
 
+use super::chips::{self, Chips};
 use super::plug::MemoryPlug;
 use super::shared::VmShared;
+use super::state::Parts;
 use super::vm::{self, KvmOptions, NewVm};
-use super::{stats, trial};
+use super::{stats, sys, trial};
 use crate::{
-    ArmOptions, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, Machine,
-    MachineError, MachineKind, MachineSpec, NewMachine,
+    ArmOptions, Collapsed, Delivery, DeliveryInUse, Device, Engine, FaultEvents, GuestRam,
+    Interrupt, Machine, MachineError, MachineKind, MachineSpec, NewMachine, VcpuState,
 };
-use pageferry_addr::RamPage;
+use pageferry_addr::{Gpa, RamPage};
 use pageferry_userfault::PageBitmap;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// The VM without its vCPUs.
 struct KvmMachine(Arc<VmShared>);
+
+/// Machines with interrupt controllers. Their vCPUs' states have more than those of others.
+const PC: MachineKind<'static> = MachineKind::new("kvm", "x86_64", "kvm-pc-x86_64/2");
 
 /// Creates a VM without interrupt controllers; see [`crate::create`].
 ///
@@ -27,7 +33,7 @@ pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
 ///
 /// # Errors
 /// As [`create`], and when KVM lacks a part.
-pub fn create_with(spec: MachineSpec, options: KvmOptions) -> Result<NewMachine, MachineError> {
+pub fn create_with(spec: MachineSpec, options: KvmOptions<'_>) -> Result<NewMachine, MachineError> {
     create_pluggable(spec, options).map(|(machine, _)| machine)
 }
 
@@ -37,7 +43,7 @@ pub fn create_with(spec: MachineSpec, options: KvmOptions) -> Result<NewMachine,
 /// As [`create_with`].
 pub fn create_pluggable(
     spec: MachineSpec,
-    options: KvmOptions,
+    options: KvmOptions<'_>,
 ) -> Result<(NewMachine, MemoryPlug), MachineError> {
     vm::create(spec, options).map(machine)
 }
@@ -55,7 +61,7 @@ pub fn create_pluggable(
 pub fn create_on(
     vcpus: u32,
     ram: GuestRam,
-    options: KvmOptions,
+    options: KvmOptions<'_>,
 ) -> Result<(NewMachine, MemoryPlug), MachineError> {
     vm::create_on(vcpus, ram, options).map(machine)
 }
@@ -71,7 +77,27 @@ fn machine(new: NewVm) -> (NewMachine, MemoryPlug) {
 
 impl Machine for KvmMachine {
     fn kind(&self) -> MachineKind<'_> {
+        if self.0.caps.lapic {
+            return PC;
+        }
         Engine::Kvm.kind()
+    }
+
+    fn devices(&self) -> Vec<Arc<dyn Device>> {
+        if self.0.caps.lapic {
+            return vec![Arc::new(Chips(Arc::clone(&self.0)))];
+        }
+        Vec::new()
+    }
+
+    fn interrupt(&self, line: u32) -> Result<Arc<dyn Interrupt>, MachineError> {
+        chips::line(&self.0, line)
+    }
+
+    fn doorbell(&self, gpa: Gpa, event: BorrowedFd<'_>) -> Result<bool, MachineError> {
+        let set = sys::ioeventfd(&self.0.vm, event, gpa.0);
+        set.map_err(|e| MachineError::os("cannot connect a doorbell", e))?;
+        Ok(true)
     }
 
     fn ram(&self) -> &Arc<GuestRam> {
@@ -101,8 +127,26 @@ impl Machine for KvmMachine {
         options: ArmOptions,
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
         let vm = &self.0;
-        let in_use = trial::delivery_for(vm.vcpus, &vm.ram, &options, || self.deliveries())?;
+        let in_use = match options.delivery {
+            None if vm.caps.lapic && self.deliveries().contains(&Delivery::Minor) => {
+                DeliveryInUse {
+                    delivery: Delivery::Minor,
+                    because: "the guest has an operating system, whose pages KVM itself accesses"
+                        .into(),
+                }
+            }
+            _ => trial::delivery_for(vm.vcpus, &vm.ram, &options, || self.deliveries())?,
+        };
         vm.arm(&missing, in_use, &options)
+    }
+
+    fn state_pages(&self, state: &VcpuState) -> Vec<RamPage> {
+        let mut translator = self.0.translator();
+        let parts = Parts::decode(state);
+        let pages = parts.iter().flat_map(|parts| &parts.pages);
+        pages
+            .filter_map(|page| translator.page_of(page.gpa.gfn()))
+            .collect()
     }
 
     fn receives_in_place(&self) -> bool {

@@ -24,11 +24,14 @@
 //! | `poison` | the choice of missing pages to mark |
 //! | `state` | the whole state of a vCPU as bytes |
 //! | `stats` | sizes of KVM's mappings |
-//! | `cpuid`, `msr`, `start` | parts of that state |
+//! | `cpuid`, `msr`, `start`, `clock` | parts of that state |
+//! | `chips` | interrupt controllers and timers |
 //! | `probe` | a test run of a guest |
 //! | `trial` | the choice of a fault delivery, by measuring |
 //! | `faults` | fault delivery for a VM that a VMM has made itself |
 
+mod chips;
+mod clock;
 mod cpuid;
 mod device;
 mod dirty;
@@ -61,11 +64,12 @@ mod userfault;
 mod vcpu;
 mod vm;
 
+pub use cpuid::{check_cpuid, check_forced_poison, cpuid_of};
 pub use dirty::{DirtyTracking, dirty_ring_entries};
 pub use faults::KvmFaults;
 pub use machine::{create, create_on, create_pluggable, create_with};
 pub use plug::MemoryPlug;
-pub use probe::probe_vm;
+pub use probe::{probe_kernels, probe_vm};
 pub use slots::KvmSlot;
 pub use trial::delivery_trials;
 pub use vm::{Irqchip, KvmOptions};

@@ -10,7 +10,8 @@
 
 use crate::MachineError;
 use kvm_bindings::{Msrs, kvm_msr_entry};
-use kvm_ioctls::{Kvm, VcpuFd};
+use kvm_ioctls::{Kvm, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, VcpuFd, VmFd};
+use pageferry_addr::{Gpa, PAGE_SIZE};
 use std::sync::OnceLock;
 
 /// Registers that every x86-64 vCPU has, and on whose value a guest relies: SYSENTER_CS, _ESP,
@@ -28,6 +29,11 @@ const ESSENTIAL: [u32; 10] = [
     0xc000_0084,
     0xc000_0102,
 ];
+
+/// IA32_TIME_STAMP_COUNTER.
+pub(super) const TSC: u32 = 0x10;
+/// IA32_TSC_DEADLINE.
+pub(super) const TSC_DEADLINE: u32 = 0x6e0;
 
 /// Registers that not every vCPU has, but that matter if they are not zero: TSC_ADJUST, SPEC_CTRL,
 /// MISC_ENABLE, TSC_DEADLINE, XSS, TSC_AUX, and KVM's own (clocks, asynchronous page faults, steal
@@ -49,18 +55,13 @@ const MATTERS_UNLESS_ZERO: [u32; 14] = [
     0x4b56_4d06,
 ];
 
-/// Registers that hold, if bit 0 is set, the address of guest memory that KVM itself writes.
-const SHARED_PAGES: [u32; 4] = [0x12, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03];
-/// The same for the end-of-interrupt flag and the wall clocks, whose value is a plain address.
-const SHARED_PAGES_BARE: [u32; 3] = [0x11, 0x4b56_4d00, 0x4b56_4d04];
-
 /// The guest's clock of each vCPU (`MSR_KVM_SYSTEM_TIME`, old and new number). The kernel looks for
 /// the clock's page when the register is set with bit 0 (`kvm_gpc_activate` in
 /// `kvm_write_system_time`). It sleeps there while the page is missing, or not mapped yet. The page
 /// comes only when the guest runs, so such a register is set then.
 ///
-/// The other registers of [`SHARED_PAGES`] and [`SHARED_PAGES_BARE`] only note an address, and
-/// `KVM_RUN` touches the page. The wall clocks are never set (`WALL_CLOCKS`).
+/// The other registers of [`structure`] only note an address, and `KVM_RUN` touches the page. The
+/// wall clocks are never set (`WALL_CLOCKS`).
 const CLOCKS: [u32; 2] = [0x12, 0x4b56_4d01];
 
 fn touches_memory(msr: &kvm_msr_entry) -> bool {
@@ -88,16 +89,19 @@ fn batch(
     Ok(msrs.as_slice()[..taken.min(entries.len())].to_vec())
 }
 
-/// The registers that travel on this host, once surveyed.
-static TRAVELLING: OnceLock<Vec<u32>> = OnceLock::new();
+/// The registers that travel on this host, once surveyed: of vCPUs without and with a LAPIC.
+static TRAVELLING: [OnceLock<Vec<u32>>; 2] = [OnceLock::new(), OnceLock::new()];
 
-/// The registers that travel on this host.
+/// The registers that travel on this host, of a vCPU with a LAPIC or without.
 ///
 /// # Errors
 /// Before the first [`survey`].
-pub(super) fn travelling() -> Result<&'static [u32], MachineError> {
+pub(super) fn travelling(lapic: bool) -> Result<&'static [u32], MachineError> {
     let never = MachineError::WrongState("no vCPU was ever created here");
-    TRAVELLING.get().map(Vec::as_slice).ok_or(never)
+    TRAVELLING[usize::from(lapic)]
+        .get()
+        .map(Vec::as_slice)
+        .ok_or(never)
 }
 
 /// Finds the registers that travel, on the first call. `fd` is a fresh vCPU with its CPUID set. The
@@ -105,8 +109,9 @@ pub(super) fn travelling() -> Result<&'static [u32], MachineError> {
 ///
 /// # Errors
 /// When a register that every vCPU has cannot be read and set.
-pub(super) fn survey(kvm: &Kvm, fd: &VcpuFd) -> Result<(), MachineError> {
-    if TRAVELLING.get().is_some() {
+pub(super) fn survey(kvm: &Kvm, fd: &VcpuFd, lapic: bool) -> Result<(), MachineError> {
+    let travelling = &TRAVELLING[usize::from(lapic)];
+    if travelling.get().is_some() {
         return Ok(());
     }
     let list = kvm
@@ -120,7 +125,7 @@ pub(super) fn survey(kvm: &Kvm, fd: &VcpuFd) -> Result<(), MachineError> {
     match ESSENTIAL.iter().find(|index| !all.contains(index)) {
         None => {
             // Another thread may have surveyed at the same time, with the same result.
-            let _ = TRAVELLING.set(all);
+            let _ = travelling.set(all);
             Ok(())
         }
         Some(index) => Err(MachineError::EngineUnavailable(format!(
@@ -224,15 +229,23 @@ pub(super) fn write(
 /// # Errors
 /// When the kernel refuses.
 pub(super) fn write_late(fd: &VcpuFd, late: &[kvm_msr_entry]) -> Result<(), MachineError> {
-    for msr in late {
-        let set = batch(&[*msr], |m| fd.set_msrs(m));
-        let set = set.map_err(|e| MachineError::os("cannot set a guest's clock", io(e)))?;
-        if set.is_empty() {
-            return Err(MachineError::BadState(format!(
-                "KVM refuses the value {:#x} of its model-specific register {:#x}",
-                msr.data, msr.index
-            )));
-        }
+    late.iter()
+        .try_for_each(|msr| set_one(fd, msr.index, msr.data))
+}
+
+/// Sets a register that every vCPU has.
+///
+/// # Errors
+/// When the kernel refuses.
+pub(super) fn set_one(fd: &VcpuFd, index: u32, data: u64) -> Result<(), MachineError> {
+    let msr = kvm_msr_entry {
+        data,
+        ..entry(index)
+    };
+    if !write_for_guest(fd, msr)? {
+        return Err(MachineError::BadState(format!(
+            "KVM refuses the value {data:#x} of its model-specific register {index:#x}"
+        )));
     }
     Ok(())
 }
@@ -246,12 +259,133 @@ pub(super) fn overlay(msrs: &mut [kvm_msr_entry], late: &[kvm_msr_entry]) {
     }
 }
 
-/// The guest-physical addresses that KVM itself writes for this vCPU (clock, steal time, ..).
-pub(super) fn shared_addresses(msrs: &[kvm_msr_entry]) -> impl Iterator<Item = u64> + '_ {
-    msrs.iter().filter_map(|msr| {
-        let flagged = SHARED_PAGES.contains(&msr.index) && msr.data & 1 != 0;
-        let bare = SHARED_PAGES_BARE.contains(&msr.index) && msr.data != 0;
-        // All these structures are aligned to 4 bytes or more. The bits below are flags.
-        (flagged || bare).then_some(msr.data & !3)
+/// The address and the bytes of the structure in guest memory that KVM accesses because of this
+/// register, if the value asks for it.
+fn structure(msr: &kvm_msr_entry) -> Option<(u64, u64)> {
+    let (flags, bytes) = match msr.index {
+        // The wall clocks have no flag.
+        index if WALL_CLOCKS.contains(&index) => return (msr.data != 0).then_some((msr.data, 12)),
+        index if CLOCKS.contains(&index) => (1, 32),
+        // Asynchronous page faults, and steal time.
+        0x4b56_4d02 | 0x4b56_4d03 => (0x3f, 64),
+        // The end of an interrupt.
+        0x4b56_4d04 => (3, 4),
+        _ => return None,
+    };
+    (msr.data & 1 != 0).then_some((msr.data & !flags, bytes))
+}
+
+/// The addresses of the pages that KVM accesses when a guest has written this register. The guest
+/// chooses them, so there may be no memory.
+pub(super) fn pages_of(msr: &kvm_msr_entry) -> impl Iterator<Item = Gpa> + use<> {
+    structure(msr).into_iter().flat_map(|(address, bytes)| {
+        let last = address.saturating_add(bytes - 1);
+        (address / PAGE_SIZE..=last / PAGE_SIZE).map(|page| Gpa(page * PAGE_SIZE))
     })
+}
+
+/// The addresses of the pages that KVM accesses for this vCPU while it runs: its clock, steal time
+/// and the like. A wall clock is not there: KVM has written it, and does not come back to it.
+pub(super) fn shared_pages(msrs: &[kvm_msr_entry]) -> impl Iterator<Item = Gpa> + '_ {
+    let running = |msr: &&kvm_msr_entry| !WALL_CLOCKS.contains(&msr.index);
+    msrs.iter().filter(running).flat_map(pages_of)
+}
+
+/// Lets a guest's writes of the registers of [`structure`] leave `KVM_RUN`, or carries them out in
+/// the kernel again. Asynchronous page faults are left out: guests here are not offered them.
+///
+/// # Errors
+/// When the kernel refuses.
+pub(super) fn set_writes_leave(vm: &VmFd, on: bool) -> Result<(), MachineError> {
+    // A bit that is not set denies. KVM reads whole words.
+    let range = |base, msr_count, bitmap| MsrFilterRange {
+        flags: MsrFilterRangeFlags::WRITE,
+        base,
+        msr_count,
+        bitmap,
+    };
+    let ranges = [
+        range(0x11, 2, &[0; 8]),
+        range(0x4b56_4d00, 5, &[1 << 2, 0, 0, 0, 0, 0, 0, 0]),
+    ];
+    let ranges = if on { &ranges[..] } else { &[] };
+    vm.set_msr_filter(MsrFilterDefaultAction::ALLOW, ranges)
+        .map_err(|e| MachineError::os("cannot have writes of a clock's register leave KVM", io(e)))
+}
+
+/// Carries out a guest's write of a register. Returns false if KVM refuses the value.
+///
+/// # Errors
+/// When the kernel fails.
+pub(super) fn write_for_guest(fd: &VcpuFd, msr: kvm_msr_entry) -> Result<bool, MachineError> {
+    let set = batch(&[msr], |m| fd.set_msrs(m));
+    let set = set.map_err(|e| MachineError::os("cannot set a model-specific register", io(e)))?;
+    Ok(!set.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pages(index: u32, data: u64) -> Vec<u64> {
+        let msr = kvm_msr_entry {
+            data,
+            ..entry(index)
+        };
+        pages_of(&msr).map(|gpa| gpa.0).collect()
+    }
+
+    #[test]
+    fn a_structure_across_a_border_has_both_pages() {
+        for (index, fits, crosses) in [
+            (0x11, 0x1ff4, 0x1ff8),
+            (0x4b56_4d00, 0x1ff4, 0x1ff5),
+            (0x12, 0x1fe1, 0x1fe5),
+            (0x4b56_4d01, 0x1fe1, 0x1ffd),
+        ] {
+            assert_eq!(pages(index, fits), [0x1000], "{index:#x}");
+            assert_eq!(pages(index, crosses), [0x1000, 0x2000], "{index:#x}");
+        }
+        // These are aligned to their size.
+        for index in [0x4b56_4d02, 0x4b56_4d03, 0x4b56_4d04] {
+            assert_eq!(pages(index, 0x1fff), [0x1000], "{index:#x}");
+        }
+    }
+
+    #[test]
+    fn a_value_that_disables_has_no_page() {
+        for index in [0x12, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03, 0x4b56_4d04] {
+            assert!(pages(index, 0x1000).is_empty(), "{index:#x}");
+        }
+        for index in [0x11, 0x4b56_4d00, TSC, TSC_DEADLINE, 0x174] {
+            assert!(pages(index, 0).is_empty(), "{index:#x}");
+        }
+        assert!(pages(0x174, 0x1001).is_empty());
+    }
+
+    #[test]
+    fn any_value_has_two_pages_at_most() {
+        for index in [0x11, 0x12, 0x4b56_4d00, 0x4b56_4d01, 0x4b56_4d03] {
+            for data in [1, 0xfff, u64::MAX, u64::MAX - 30, 1 << 63 | 1] {
+                let pages = pages(index, data);
+                assert!((1..=2).contains(&pages.len()), "{index:#x}, {data:#x}");
+                assert!(pages.iter().all(|page| page % PAGE_SIZE == 0));
+            }
+        }
+    }
+
+    #[test]
+    fn a_wall_clock_is_no_page_of_a_running_vcpu() {
+        let msr = |index, data| kvm_msr_entry {
+            data,
+            ..entry(index)
+        };
+        let msrs = [
+            msr(0x11, 0x1000),
+            msr(0x12, 0x2001),
+            msr(0x4b56_4d00, 0x3000),
+        ];
+        let shared: Vec<Gpa> = shared_pages(&msrs).collect();
+        assert_eq!(shared, [Gpa(0x2000)]);
+    }
 }

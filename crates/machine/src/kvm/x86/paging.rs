@@ -35,6 +35,6 @@ impl Paging {
 pub(super) struct Known {
     /// Its address translation.
     pub(super) paging: Paging,
-    /// The addresses that KVM itself writes for it.
+    /// The pages that KVM itself accesses for it.
     pub(super) shared: Vec<Gpa>,
 }

@@ -5,8 +5,8 @@
 //! asserted here are those of Linux 6.18 and part of the state's format.
 
 use kvm_bindings::{
-    kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
-    kvm_sregs, kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
+    kvm_clock_data, kvm_cpuid_entry2, kvm_debugregs, kvm_irqchip, kvm_lapic_state, kvm_mp_state,
+    kvm_msr_entry, kvm_pit_state2, kvm_regs, kvm_sregs, kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
 };
 use std::mem::{MaybeUninit, size_of};
 
@@ -37,6 +37,10 @@ plain! {
     kvm_lapic_state = 1024,
     kvm_msr_entry = 16,
     kvm_cpuid_entry2 = 40,
+    // The kernel writes all bytes of its union.
+    kvm_irqchip = 520,
+    kvm_pit_state2 = 112,
+    kvm_clock_data = 48,
 }
 
 /// The bytes of `value`.

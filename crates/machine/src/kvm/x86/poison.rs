@@ -7,7 +7,9 @@
 //! - It walks the guest's page tables: always on a host without EPT or NPT, and elsewhere for the
 //!   second operand of an instruction that it emulates (MOVSQ or PUSH from a device). An error in a
 //!   walk becomes a page fault inside the guest, which the guest's tables do not justify.
-//! - It writes the clock, steal-time and similar pages that the guest has registered.
+//! - It writes the clock, steal-time and similar pages that the guest has registered. Those of a
+//!   machine with interrupt controllers are never missing: they are part of the state, or come
+//!   before the guest's write of the register is carried out (`vcpu`).
 //!
 //! **What may be marked.** Pages of these two kinds stay empty, and faults on them come as
 //! userfaultfd events:

@@ -3,11 +3,12 @@
 use super::exits::described;
 use super::vm::{KvmOptions, create};
 use crate::{
-    AccessError, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineError, MachineSpec, StartState,
+    AccessError, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineError, MachineSpec, StartMode,
+    StartState,
 };
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The limit for the guest. It needs a millisecond; a busy host may let it wait.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -22,13 +23,33 @@ const KICK_LIMIT: Duration = Duration::from_secs(1);
 /// # Errors
 /// [`MachineError::EngineUnavailable`] with the fault, and a remedy where there is one.
 pub fn probe_vm() -> Result<(), MachineError> {
+    limited(run_probe)
+}
+
+/// Tests whether KVM runs a kernel: code in ring 0 must run on the processor, as that of ring 3
+/// does. A KVM without hardware for it interprets it instead, some 100 times as slowly, and an
+/// ordinary Linux then does not even boot.
+///
+/// Takes some 50 ms at most if KVM works, and at most 11 s in any case.
+///
+/// # Errors
+/// [`MachineError::EngineUnavailable`] with the reason. [`probe_vm`] says more if no VM runs at all.
+pub fn probe_kernels() -> Result<(), MachineError> {
+    limited(run_kernel_probe)
+}
+
+/// A probe. It sends a handle to kick its vCPU.
+type Probe = fn(&mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>;
+
+/// Calls `run` on a thread, within limits.
+fn limited(run: Probe) -> Result<(), MachineError> {
     let (kicker_out, kicker_in) = mpsc::channel::<Arc<dyn Kicker>>();
     let (verdict_out, verdict_in) = mpsc::channel();
     std::thread::Builder::new()
         .name("kvm-probe".into())
         .spawn(move || {
             // If this took too long, the receiver is gone, and the verdict is dropped.
-            let _ = verdict_out.send(run_probe(&kicker_out));
+            let _ = verdict_out.send(run(&kicker_out));
         })
         .map_err(|e| MachineError::os("cannot start the thread of the KVM probe", e))?;
     if let Ok(verdict) = verdict_in.recv_timeout(LIMIT) {
@@ -36,7 +57,7 @@ pub fn probe_vm() -> Result<(), MachineError> {
     }
     let stuck = || {
         MachineError::EngineUnavailable(format!(
-            "a VM can be created, but a guest of four instructions did not finish within {} ms",
+            "a VM can be created, but a guest of a few instructions did not finish within {} ms",
             LIMIT.as_millis()
         ))
     };
@@ -80,6 +101,7 @@ pub(super) fn start_of_guest(args: [u64; 2]) -> StartState {
         stack: 0x8000,
         args,
         tables: Gpa(0x1000),
+        mode: StartMode::User,
     }
 }
 
@@ -115,4 +137,53 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
             "a VM can be created, but its guest does not run: {why}"
         ))),
     }
+}
+
+/// The time that a loop of 100 000 instructions takes in ring 0, at most: as many times that in ring
+/// 3, and this much more.
+const SLOWER: u32 = 10;
+const SLACK: Duration = Duration::from_millis(5);
+
+fn run_kernel_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError> {
+    // mov ecx, 50000; 1: dec ecx; jnz 1b; mov ebx, 0xd0000000; mov [rbx], rax; jmp .
+    const CODE: [u8; 19] = [
+        0xb9, 0x50, 0xc3, 0, 0, 0xff, 0xc9, 0x75, 0xfc, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03,
+        0xeb, 0xfe,
+    ];
+    let new = create(MachineSpec::new(1, 16 * PAGE_SIZE), KvmOptions::default())?;
+    write_guest(&new.vm.ram, &CODE)?;
+    let mut vcpus = new.vcpus;
+    let vcpu = &mut vcpus[0];
+    let _ = kicker.send(vcpu.kicker());
+    let mut best = |mode| {
+        let mut best = Duration::MAX;
+        for _ in 0..3 {
+            vcpu.set_start(&StartState {
+                mode,
+                ..start_of_guest([0, 0])
+            })?;
+            let begin = Instant::now();
+            match vcpu.run()? {
+                Exit::MmioWrite { gpa, .. } if gpa == DOORBELL_GPA => {}
+                other => {
+                    return Err(MachineError::EngineUnavailable(format!(
+                        "a guest in ring 0 left for an unexpected reason: {}",
+                        described(&other)
+                    )));
+                }
+            }
+            best = best.min(begin.elapsed());
+        }
+        Ok(best)
+    };
+    let (program, kernel) = (best(StartMode::User)?, best(StartMode::Kernel64)?);
+    if kernel <= program * SLOWER + SLACK {
+        return Ok(());
+    }
+    Err(MachineError::EngineUnavailable(format!(
+        "KVM interprets the kernels of its guests here: a loop takes {:.1} ms in ring 0, and {:.1} ms \
+         in ring 3; an ordinary kernel needs a processor with VMX or SVM",
+        kernel.as_secs_f64() * 1e3,
+        program.as_secs_f64() * 1e3
+    )))
 }

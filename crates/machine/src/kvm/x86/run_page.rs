@@ -8,7 +8,7 @@
 
 use super::sync::AtomicU8;
 use crate::MachineError;
-use kvm_bindings::kvm_run;
+use kvm_bindings::{kvm_msr_entry, kvm_run};
 use kvm_ioctls::VcpuFd;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -21,6 +21,18 @@ pub(super) struct Mmio {
     pub(super) bytes: [u8; 8],
     pub(super) size: u8,
     pub(super) write: bool,
+}
+
+/// A port access, from the kernel's record.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Port {
+    pub(super) port: u16,
+    pub(super) size: u8,
+    /// A string instruction reads several values at once.
+    pub(super) count: u32,
+    pub(super) write: bool,
+    /// The place of the first value in the page.
+    offset: usize,
 }
 
 /// The mapped page.
@@ -95,27 +107,73 @@ impl RunPage {
         };
     }
 
-    /// Fills the answer to a `KVM_EXIT_IO` read with ones. Port writes are dropped.
-    pub(super) fn float_port_bus(&self) {
+    /// The port access of a `KVM_EXIT_IO`.
+    pub(super) fn port(&self) -> Port {
         // SAFETY: as in `mmio`.
         let io = unsafe { (&raw const (*self.start.as_ptr()).__bindgen_anon_1.io).read_volatile() };
-        if u32::from(io.direction) != kvm_bindings::KVM_EXIT_IO_IN {
-            return;
+        Port {
+            port: io.port,
+            size: io.size.clamp(1, 4),
+            count: io.count,
+            write: u32::from(io.direction) != kvm_bindings::KVM_EXIT_IO_IN,
+            offset: io.data_offset as usize,
         }
-        let (offset, len) = (
-            io.data_offset as usize,
-            usize::from(io.size) * io.count as usize,
+    }
+
+    /// The bytes of the value `index` of a port access.
+    ///
+    /// # Panics
+    /// If the kernel's record reaches out of the page.
+    fn port_value(&self, access: &Port, index: u32) -> *mut u8 {
+        let size = usize::from(access.size);
+        let offset = access.offset + index as usize * size;
+        assert!(
+            index < access.count && offset + size <= self.bytes,
+            "{access:?} reaches out of {} bytes",
+            self.bytes
         );
-        if offset.checked_add(len).is_some_and(|end| end <= self.bytes) {
-            // SAFETY: just checked to lie in the mapping.
-            unsafe {
-                self.start
-                    .as_ptr()
-                    .cast::<u8>()
-                    .add(offset)
-                    .write_bytes(0xff, len);
-            };
+        // SAFETY: just checked to lie in the mapping.
+        unsafe { self.start.as_ptr().cast::<u8>().add(offset) }
+    }
+
+    /// The value `index` that the guest wrote to a port, zero-extended.
+    pub(super) fn port_written(&self, access: &Port, index: u32) -> u32 {
+        let mut bytes = [0; 4];
+        let from = self.port_value(access, index);
+        // SAFETY: `port_value` has checked the place, and the kernel writes it only inside KVM_RUN.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), usize::from(access.size));
         }
+        u32::from_le_bytes(bytes)
+    }
+
+    /// The answer to the value `index` that the guest reads from a port.
+    pub(super) fn set_port_read(&self, access: &Port, index: u32, value: u32) {
+        let to = self.port_value(access, index);
+        let bytes = value.to_le_bytes();
+        // SAFETY: `port_value` has checked the place, and the kernel reads it only inside KVM_RUN.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, usize::from(access.size)) };
+    }
+
+    /// The register and the value of a `KVM_EXIT_X86_WRMSR`.
+    pub(super) fn msr_written(&self) -> kvm_msr_entry {
+        // SAFETY: as in `mmio`.
+        let raw =
+            unsafe { (&raw const (*self.start.as_ptr()).__bindgen_anon_1.msr).read_volatile() };
+        kvm_msr_entry {
+            index: raw.index,
+            data: raw.data,
+            ..Default::default()
+        }
+    }
+
+    /// The answer to a `KVM_EXIT_X86_WRMSR`: the guest gets an exception (#GP), or goes on.
+    pub(super) fn set_msr_refused(&self, refused: bool) {
+        // SAFETY: the field lies in the mapping, and the kernel reads it only inside KVM_RUN.
+        unsafe {
+            (&raw mut (*self.start.as_ptr()).__bindgen_anon_1.msr.error)
+                .write_volatile(refused.into());
+        };
     }
 
     /// Reason and CPU of a `KVM_EXIT_FAIL_ENTRY`.

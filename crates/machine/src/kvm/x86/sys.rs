@@ -2,12 +2,15 @@
 //! The ioctls that kvm-ioctls lacks, with their ABI asserted (`include/uapi/linux/kvm.h`, Linux
 //! 6.18).
 
-use kvm_bindings::{kvm_clear_dirty_log, kvm_dirty_log, kvm_sregs2};
+use kvm_bindings::{
+    KVM_VCPU_TSC_CTRL, KVM_VCPU_TSC_OFFSET, kvm_clear_dirty_log, kvm_device_attr, kvm_dirty_log,
+    kvm_ioeventfd, kvm_irqfd, kvm_sregs2,
+};
 use kvm_ioctls::{VcpuFd, VmFd};
 use rustix::io::Errno;
 use std::ffi::c_void;
 use std::mem::{offset_of, size_of};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 const KVMIO: u64 = 0xAE;
 const WRITE: u64 = 1;
@@ -30,6 +33,10 @@ const KVM_RESET_DIRTY_RINGS: u64 = ioc(0, 0xc7, 0);
 const KVM_GET_SREGS2: u64 = ioc(READ, 0xcc, size_of::<kvm_sregs2>());
 const KVM_SET_SREGS2: u64 = ioc(WRITE, 0xcd, size_of::<kvm_sregs2>());
 const KVM_GET_STATS_FD: u64 = ioc(0, 0xce, 0);
+const KVM_IRQFD: u64 = ioc(WRITE, 0x76, size_of::<kvm_irqfd>());
+const KVM_IOEVENTFD: u64 = ioc(WRITE, 0x79, size_of::<kvm_ioeventfd>());
+const KVM_SET_DEVICE_ATTR: u64 = ioc(WRITE, 0xe1, size_of::<kvm_device_attr>());
+const KVM_GET_DEVICE_ATTR: u64 = ioc(WRITE, 0xe2, size_of::<kvm_device_attr>());
 const KVM_GET_XSAVE: u64 = ioc(READ, 0xa4, XSAVE_BASE_BYTES);
 const KVM_SET_XSAVE: u64 = ioc(WRITE, 0xa5, XSAVE_BASE_BYTES);
 const KVM_GET_XSAVE2: u64 = ioc(READ, 0xcf, XSAVE_BASE_BYTES);
@@ -45,6 +52,8 @@ const _: () = {
     assert!(KVM_GET_SREGS2 == 0x8140_AECC && KVM_SET_SREGS2 == 0x4140_AECD);
     assert!(KVM_GET_XSAVE == 0x9000_AEA4 && KVM_SET_XSAVE == 0x5000_AEA5);
     assert!(KVM_GET_XSAVE2 == 0x9000_AECF);
+    assert!(KVM_IRQFD == 0x4020_AE76 && KVM_IOEVENTFD == 0x4040_AE79);
+    assert!(KVM_SET_DEVICE_ATTR == 0x4018_AEE1 && KVM_GET_DEVICE_ATTR == 0x4018_AEE2);
     assert!(offset_of!(kvm_dirty_log, __bindgen_anon_1) == 8);
     assert!(offset_of!(kvm_clear_dirty_log, num_pages) == 4);
     assert!(offset_of!(kvm_clear_dirty_log, first_page) == 8);
@@ -237,4 +246,64 @@ pub(super) fn set_xsave(vcpu: &VcpuFd, area: &[u32], bytes: usize) -> Result<(),
     assert_eq!(area.len() * 4, bytes.max(XSAVE_BASE_BYTES));
     // SAFETY: the kernel reads 4096 bytes, or as many as the capability says. `area` has that many.
     unsafe { ioctl(vcpu, KVM_SET_XSAVE, area.as_ptr().cast_mut().cast()) }
+}
+
+/// `KVM_IRQFD`: each signal of `event` is an edge on the interrupt line `gsi`.
+///
+/// # Errors
+/// `EINVAL`: the VM has no interrupt controllers.
+pub(super) fn irqfd(vm: &VmFd, event: BorrowedFd<'_>, gsi: u32) -> Result<(), Errno> {
+    let mut argument = kvm_irqfd {
+        fd: event.as_raw_fd().cast_unsigned(),
+        gsi,
+        ..Default::default()
+    };
+    // SAFETY: the kernel reads one kvm_irqfd. It holds the eventfd itself from then on.
+    unsafe { ioctl(vm, KVM_IRQFD, (&raw mut argument).cast()) }
+}
+
+/// `KVM_IOEVENTFD`: a store of 4 bytes to `gpa` signals `event`, and does not leave the guest.
+///
+/// # Errors
+/// `EEXIST`: there is one at this address. `ENOSPC`: the VM has too many.
+pub(super) fn ioeventfd(vm: &VmFd, event: BorrowedFd<'_>, gpa: u64) -> Result<(), Errno> {
+    let mut argument = kvm_ioeventfd {
+        addr: gpa,
+        len: 4,
+        fd: event.as_raw_fd(),
+        ..Default::default()
+    };
+    // SAFETY: the kernel reads one kvm_ioeventfd. It holds the eventfd itself from then on.
+    unsafe { ioctl(vm, KVM_IOEVENTFD, (&raw mut argument).cast()) }
+}
+
+fn tsc_offset_attribute(value: *mut u64) -> kvm_device_attr {
+    kvm_device_attr {
+        group: KVM_VCPU_TSC_CTRL,
+        attr: KVM_VCPU_TSC_OFFSET.into(),
+        addr: value as u64,
+        flags: 0,
+    }
+}
+
+/// The difference of the guest's TSC and the host's (`KVM_VCPU_TSC_OFFSET`, Linux 5.16).
+///
+/// # Errors
+/// When this kernel has no such attribute.
+pub(super) fn tsc_offset(vcpu: &VcpuFd) -> Result<u64, Errno> {
+    let mut value = 0;
+    let mut attribute = tsc_offset_attribute(&raw mut value);
+    // SAFETY: the kernel reads one kvm_device_attr, and writes the u64 at its address.
+    unsafe { ioctl(vcpu, KVM_GET_DEVICE_ATTR, (&raw mut attribute).cast()) }.map(|()| value)
+}
+
+/// Sets the difference of the guest's TSC and the host's.
+///
+/// # Errors
+/// When this kernel has no such attribute.
+pub(super) fn set_tsc_offset(vcpu: &VcpuFd, offset: u64) -> Result<(), Errno> {
+    let mut value = offset;
+    let mut attribute = tsc_offset_attribute(&raw mut value);
+    // SAFETY: the kernel reads one kvm_device_attr, and the u64 at its address.
+    unsafe { ioctl(vcpu, KVM_SET_DEVICE_ATTR, (&raw mut attribute).cast()) }
 }

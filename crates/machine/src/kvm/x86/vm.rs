@@ -6,19 +6,21 @@ use super::shared::{Caps, VmShared};
 use super::slots::{Slots, check_adjacent};
 use super::userfault::FaultPath;
 use super::vcpu::KvmVcpu;
-use super::{cpuid, events, msr, poison, signal};
+use super::{cpuid, events, msr, poison, signal, start};
 use crate::{
-    ArmOptions, DeliveryInUse, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, MachineError,
+    ArmOptions, Cpuid, DeliveryInUse, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, MachineError,
     MachineSpec, RamLayout, RamRegion, Vcpu,
 };
 use kvm_bindings::{
-    CpuId, KVM_CAP_SREGS2, KVM_CAP_XSAVE2, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2,
+    CpuId, KVM_CAP_SREGS2, KVM_CAP_X86_MSR_FILTER, KVM_CAP_X86_USER_SPACE_MSR, KVM_CAP_XSAVE2,
+    KVM_MSR_EXIT_REASON_FILTER, KVM_PIT_SPEAKER_DUMMY, kvm_cpuid_entry2, kvm_enable_cap,
+    kvm_pit_config,
 };
 use kvm_ioctls::{Kvm, VcpuFd};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// KVM takes three pages below the top of the hole on Intel hosts (`KVM_SET_TSS_ADDR`), and the
 /// page before them for its identity map. RAM never reaches there.
@@ -33,15 +35,19 @@ pub enum Irqchip {
     /// None: HLT leaves the guest, and nothing interrupts it.
     #[default]
     None,
-    /// KVM's PIC, IOAPIC and one LAPIC per vCPU. HLT waits in the kernel.
+    /// KVM's PICs, IOAPIC, PIT, and one LAPIC per vCPU, as a kernel for PCs wants them. HLT waits
+    /// in the kernel, and all vCPUs but the first wait for a start by the first.
     Kernel,
 }
 
 /// The parts of a VM that a caller may choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub struct KvmOptions {
+pub struct KvmOptions<'a> {
     /// The interrupt controllers. A vCPU's state moves only between machines with the same.
     pub irqchip: Irqchip,
+    /// The CPUID of a machine with interrupt controllers: that of another host, or of
+    /// [`cpuid_of`](super::cpuid::cpuid_of). `None`: all that this host supports.
+    pub cpuid: Option<&'a Cpuid>,
     /// The kind of dirty log.
     pub dirty_tracking: DirtyTracking,
 }
@@ -56,7 +62,7 @@ pub(super) struct NewVm {
 ///
 /// # Errors
 /// When a size is out of range, or KVM cannot be used or refuses.
-pub(super) fn create(spec: MachineSpec, options: KvmOptions) -> Result<NewVm, MachineError> {
+pub(super) fn create(spec: MachineSpec, options: KvmOptions<'_>) -> Result<NewVm, MachineError> {
     let layout = RamLayout::for_memory(spec.memory_bytes)?;
     let ram = GuestRam::with_backing(layout, spec.backing)?;
     create_on(spec.vcpus, ram, options)
@@ -69,7 +75,7 @@ pub(super) fn create(spec: MachineSpec, options: KvmOptions) -> Result<NewVm, Ma
 pub(super) fn create_on(
     vcpus: u32,
     ram: GuestRam,
-    options: KvmOptions,
+    options: KvmOptions<'_>,
 ) -> Result<NewVm, MachineError> {
     if !(1..=MAX_VCPUS).contains(&vcpus) {
         return Err(LayoutError::Vcpus(vcpus).into());
@@ -92,7 +98,7 @@ pub(super) fn create_on(
     for id in 0..vcpus {
         let (fd, cpuid) = new_vcpu(&shared, id)?;
         shared.dirty.add_vcpu(&fd)?;
-        msr::survey(&kvm, &fd)?;
+        msr::survey(&kvm, &fd, shared.caps.lapic)?;
         made.push(Box::new(KvmVcpu::new(
             fd,
             id,
@@ -116,13 +122,22 @@ impl VmShared {
         options: &ArmOptions,
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
         let set = |region: &RamRegion, bits| self.slots.set_userfault(&self.vm, region, bits);
+        if self.caps.lapic && self.caps.msr_exits {
+            // Without it, KVM sleeps for a missing page in the write of such a register.
+            msr::set_writes_leave(&self.vm, true)?;
+        }
         events::arm(&self.faults, missing, in_use, options, &set)
     }
 
     /// See [`crate::Machine::disarm_userfault`].
     pub(super) fn disarm(&self) -> Result<(), MachineError> {
         let set = |region: &RamRegion, bits| self.slots.set_userfault(&self.vm, region, bits);
-        self.faults.disarm(&set)
+        self.faults.disarm(&set)?;
+        if self.caps.lapic && self.caps.msr_exits {
+            // Where this fails, each such write goes on to cost an exit.
+            let _ = msr::set_writes_leave(&self.vm, false);
+        }
+        Ok(())
     }
 
     /// See [`crate::Machine::assist_postcopy`].
@@ -157,7 +172,7 @@ fn new_vm(
     kvm: &Kvm,
     vcpus: u32,
     ram: GuestRam,
-    options: KvmOptions,
+    options: KvmOptions<'_>,
 ) -> Result<VmShared, MachineError> {
     let vm = kvm
         .create_vm()
@@ -169,6 +184,13 @@ fn new_vm(
     if options.irqchip == Irqchip::Kernel {
         vm.create_irq_chip()
             .map_err(|e| unavailable("KVM refuses to create interrupt controllers", e))?;
+        // With the port by which a kernel measures its TSC.
+        let pit = kvm_pit_config {
+            flags: KVM_PIT_SPEAKER_DUMMY,
+            ..Default::default()
+        };
+        vm.create_pit2(pit)
+            .map_err(|e| unavailable("KVM refuses to create a timer", e))?;
     }
     let offers = |cap: u32| vm.check_extension_raw(cap.into());
     let caps = Caps {
@@ -177,10 +199,24 @@ fn new_vm(
             .unwrap_or(0)
             .max(super::sys::XSAVE_BASE_BYTES),
         lapic: options.irqchip == Irqchip::Kernel,
+        msr_exits: offers(KVM_CAP_X86_MSR_FILTER) > 0
+            && vm
+                .enable_cap(&kvm_enable_cap {
+                    cap: KVM_CAP_X86_USER_SPACE_MSR,
+                    args: [KVM_MSR_EXIT_REASON_FILTER.into(), 0, 0, 0],
+                    ..Default::default()
+                })
+                .is_ok(),
     };
-    let supported = kvm
-        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .map_err(|e| unavailable("KVM does not say which CPUID it supports", e))?;
+    let mut cpuid = match caps.lapic {
+        true => cpuid::of_pc(kvm, vcpus)?,
+        false => cpuid::of_host(kvm)?,
+    };
+    if let (true, Some(chosen)) = (caps.lapic, options.cpuid) {
+        let chosen = cpuid::to_entries(chosen);
+        cpuid::refuse_unoffered(&chosen, &cpuid).map_err(MachineError::Cpu)?;
+        cpuid = chosen;
+    }
     let ram = Arc::new(ram);
     let slots = Slots::new(&vm);
     for region in ram.layout().regions() {
@@ -188,16 +224,16 @@ fn new_vm(
     }
     let dirty = DirtyLog::new(&vm, options.dirty_tracking, ram.layout().bytes())?;
     let faults = Arc::new(FaultPath::new(Arc::clone(&ram)));
-    let supported_cpuid = supported.as_slice().to_vec();
     Ok(VmShared {
         vm,
         ram,
         slots,
         vcpus,
         caps,
-        supported_cpuid,
+        cpuid,
         dirty,
         faults,
+        clock: Mutex::new(None),
     })
 }
 
@@ -206,9 +242,12 @@ fn new_vcpu(shared: &VmShared, id: u32) -> Result<(VcpuFd, Vec<kvm_cpuid_entry2>
         .vm
         .create_vcpu(id.into())
         .map_err(|e| unavailable("KVM refuses to create a vCPU", e))?;
-    let entries = cpuid::for_vcpu(&shared.supported_cpuid, id);
-    let wanted = CpuId::from_entries(&entries).expect("as many leaves as KVM gave");
+    let entries = cpuid::for_vcpu(&shared.cpuid, id);
+    let wanted = CpuId::from_entries(&entries).expect("no more leaves than KVM takes");
     fd.set_cpuid2(&wanted)
-        .map_err(|e| unavailable("KVM refuses the CPUID it supports", e))?;
+        .map_err(|e| unavailable("KVM refuses the CPUID", e))?;
+    if shared.caps.lapic {
+        start::prepare_pc(&fd)?;
+    }
     Ok((fd, entries))
 }

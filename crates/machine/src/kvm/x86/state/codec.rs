@@ -16,7 +16,7 @@ use kvm_bindings::{
     KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state,
     kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
 };
-use pageferry_addr::Gpa;
+use pageferry_addr::{Gpa, PAGE_SIZE};
 
 /// "PFKV" as a little-endian word.
 const MAGIC: u32 = u32::from_le_bytes(*b"PFKV");
@@ -25,6 +25,18 @@ const VERSION: u16 = 1;
 const XSAVE_BYTES: std::ops::RangeInclusive<usize> = 4096..=16384;
 /// More than any instruction can leave behind.
 pub(in crate::kvm::x86) const MAX_EXITS: usize = 16;
+/// One for each model-specific register that names a page, and some to spare.
+const MAX_PAGES: usize = 8;
+/// u64 gpa | the bytes of the page
+const SHARED_PAGE_BYTES: usize = 8 + PAGE_SIZE as usize;
+
+/// A page that KVM itself accesses for the vCPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::kvm::x86) struct SharedPage {
+    /// Its first byte.
+    pub(in crate::kvm::x86) gpa: Gpa,
+    pub(in crate::kvm::x86) bytes: Box<[u8; PAGE_SIZE as usize]>,
+}
 
 /// The tag of each section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +55,8 @@ enum Tag {
     Lapic = 11,
     TscKhz = 12,
     Exits = 13,
+    TscOffset = 14,
+    Pages = 15,
 }
 
 impl Tag {
@@ -61,6 +75,8 @@ impl Tag {
             Self::Lapic => "LAPIC",
             Self::TscKhz => "TSC frequency",
             Self::Exits => "exits to report",
+            Self::TscOffset => "TSC offset",
+            Self::Pages => "pages that KVM itself accesses",
         }
     }
 }
@@ -114,8 +130,13 @@ pub(in crate::kvm::x86) struct Parts {
     pub(in crate::kvm::x86) lapic: Option<kvm_lapic_state>,
     /// The frequency of its TSC, 0 if the host does not report it.
     pub(in crate::kvm::x86) tsc_khz: u32,
+    /// The difference of its TSC and its host's. Present if the vCPU has an in-kernel LAPIC, and
+    /// the host tells it and does not scale.
+    pub(in crate::kvm::x86) tsc_offset: Option<u64>,
     /// Exits that the vCPU has made and that `run` has not returned yet.
     pub(in crate::kvm::x86) exits: Vec<Exit>,
+    /// The guest's clock, steal time and the like. Empty without an in-kernel LAPIC.
+    pub(in crate::kvm::x86) pages: Vec<SharedPage>,
 }
 
 fn array_bytes<T: Plain>(values: &[T]) -> Vec<u8> {
@@ -157,6 +178,14 @@ impl Parts {
         section(Tag::TscKhz, &self.tsc_khz.to_le_bytes());
         let exits: Vec<u8> = self.exits.iter().flat_map(encode_exit).collect();
         section(Tag::Exits, &exits);
+        if let Some(offset) = self.tsc_offset {
+            section(Tag::TscOffset, &offset.to_le_bytes());
+        }
+        if !self.pages.is_empty() {
+            let page = |page: &SharedPage| [&page.gpa.0.to_le_bytes()[..], &*page.bytes].concat();
+            let pages: Vec<u8> = self.pages.iter().flat_map(page).collect();
+            section(Tag::Pages, &pages);
+        }
 
         let mut state = Vec::with_capacity(8 + body.len());
         state.extend_from_slice(&MAGIC.to_le_bytes());
@@ -192,7 +221,7 @@ impl Parts {
         let mut sections: Vec<(u16, &[u8])> = Vec::new();
         for _ in 0..count {
             let (tag, zero, len) = (input.u16()?, input.u16()?, input.u32()?);
-            if zero != 0 || tag == 0 || tag > Tag::Exits as u16 {
+            if zero != 0 || tag == 0 || tag > Tag::Pages as u16 {
                 return Err(format!("section {tag} (flags {zero:#x}) is unknown"));
             }
             if sections.iter().any(|(other, _)| *other == tag) {
@@ -278,6 +307,37 @@ impl<'a> Sections<'a> {
         Ok(words.iter().map(|word| u32::from_le_bytes(*word)).collect())
     }
 
+    fn tsc_offset(&self) -> Result<Option<u64>, String> {
+        let Some(body) = self.find(Tag::TscOffset) else {
+            return Ok(None);
+        };
+        let bytes = body
+            .try_into()
+            .map_err(|_| wrong_size(Tag::TscOffset, body))?;
+        Ok(Some(u64::from_le_bytes(bytes)))
+    }
+
+    fn pages(&self) -> Result<Vec<SharedPage>, String> {
+        let body = self.find(Tag::Pages).unwrap_or_default();
+        let (pages, rest) = body.as_chunks::<SHARED_PAGE_BYTES>();
+        if !rest.is_empty() || pages.len() > MAX_PAGES {
+            return Err(wrong_size(Tag::Pages, body));
+        }
+        let page = |page: &[u8; SHARED_PAGE_BYTES]| {
+            let (gpa, bytes) = page.split_first_chunk().expect("longer than an address");
+            let gpa = u64::from_le_bytes(*gpa);
+            if gpa % PAGE_SIZE != 0 {
+                return Err(format!("{gpa:#x} is not the address of a page"));
+            }
+            let bytes = Box::new(bytes.try_into().expect("the rest is a page"));
+            Ok(SharedPage {
+                gpa: Gpa(gpa),
+                bytes,
+            })
+        };
+        pages.iter().map(page).collect()
+    }
+
     fn exits(&self) -> Result<Vec<Exit>, String> {
         let body = self.need(Tag::Exits)?;
         let (exits, rest) = body.as_chunks::<EXIT_BYTES>();
@@ -309,7 +369,9 @@ impl<'a> Sections<'a> {
                     .try_into()
                     .map_err(|_| wrong_size(Tag::TscKhz, tsc_khz))?,
             ),
+            tsc_offset: self.tsc_offset()?,
             exits: self.exits()?,
+            pages: self.pages()?,
         })
     }
 }
@@ -323,13 +385,16 @@ fn wrong_size(tag: Tag, body: &[u8]) -> String {
     )
 }
 
-/// u8 kind (1 write, 2 read) | u8 size | 6 zero bytes | u64 gpa | u64 value.
+/// u8 kind (1 write, 2 read, 3 port write, 4 port read) | u8 size | 6 zero bytes | u64 gpa or port |
+/// u64 value.
 const EXIT_BYTES: usize = 24;
 
 fn encode_exit(exit: &Exit) -> [u8; EXIT_BYTES] {
     let (kind, size, gpa, value) = match *exit {
         Exit::MmioWrite { gpa, value, size } => (1, size, gpa, value),
         Exit::MmioRead { gpa, size } => (2, size, gpa, 0),
+        Exit::PortWrite { port, value, size } => (3, size, Gpa(port.into()), value.into()),
+        Exit::PortRead { port, size } => (4, size, Gpa(port.into()), 0),
         other => unreachable!("{other:?} is never put off"),
     };
     let mut bytes = [0; EXIT_BYTES];
@@ -346,6 +411,14 @@ fn decode_exit(bytes: &[u8; EXIT_BYTES]) -> Result<Exit, String> {
     match (bytes[0], size) {
         (1, 1..=8) => Ok(Exit::MmioWrite { gpa, value, size }),
         (2, 1..=8) if value == 0 => Ok(Exit::MmioRead { gpa, size }),
+        (kind @ (3 | 4), 1 | 2 | 4) => match (kind, u16::try_from(gpa.0), u32::try_from(value)) {
+            (3, Ok(port), Ok(value)) => Ok(Exit::PortWrite { port, value, size }),
+            (4, Ok(port), Ok(0)) => Ok(Exit::PortRead { port, size }),
+            _ => Err(format!(
+                "an access to port {:#x} with value {value:#x} is impossible",
+                gpa.0
+            )),
+        },
         (kind, _) => Err(format!(
             "an exit of kind {kind} and {size} bytes is unknown"
         )),

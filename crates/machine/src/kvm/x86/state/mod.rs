@@ -8,5 +8,5 @@
 mod codec;
 mod transfer;
 
-pub(super) use codec::{Parts, Special};
-pub(super) use transfer::{check, load, store};
+pub(super) use codec::{Parts, SharedPage, Special};
+pub(super) use transfer::{Late, check, load, store};

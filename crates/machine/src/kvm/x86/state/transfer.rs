@@ -2,6 +2,7 @@
 
 use super::{Parts, Special};
 use crate::MachineError;
+use crate::kvm::x86::clock::Tsc;
 use crate::kvm::x86::shared::VmShared;
 use crate::kvm::x86::{cpuid, msr, sys};
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2, kvm_msr_entry};
@@ -55,11 +56,13 @@ pub(in crate::kvm::x86) fn load(
         events: fd
             .get_vcpu_events()
             .map_err(os("cannot read the pending events"))?,
-        msrs: msr::read(fd, msr::travelling()?)?,
+        msrs: msr::read(fd, msr::travelling(shared.caps.lapic)?)?,
         cpuid: cpuid.to_vec(),
         lapic,
         tsc_khz: fd.get_tsc_khz().unwrap_or(0),
+        tsc_offset: None,
         exits: Vec::new(),
+        pages: Vec::new(),
     })
 }
 
@@ -91,8 +94,7 @@ pub(in crate::kvm::x86) fn check(shared: &VmShared, parts: &Parts) -> Result<(),
             "{has} has a LAPIC and {not} has none"
         )));
     }
-    cpuid::refuse_unoffered(&parts.cpuid, &shared.supported_cpuid)
-        .map_err(MachineError::BadState)?;
+    cpuid::refuse_unoffered(&parts.cpuid, &shared.cpuid).map_err(MachineError::BadState)?;
     let paging = parts.special.paging();
     let pae = paging.cr0 >> 31 & 1 != 0 && paging.cr4 >> 5 & 1 != 0 && paging.efer >> 10 & 1 == 0;
     let has_pdptrs =
@@ -127,7 +129,8 @@ pub(in crate::kvm::x86) fn check(shared: &VmShared, parts: &Parts) -> Result<(),
 /// | MSRs | steal time, asynchronous page faults, end of interrupt | KVM notes the address |
 /// | the rest | none | KVM checks it when it enters the guest |
 ///
-/// Returns the registers to set by [`msr::write_late`] before the guest runs.
+/// `first`: it is the first vCPU of its VM to be set. Returns what is to be set before the guest
+/// runs.
 ///
 /// # Errors
 /// [`MachineError::BadState`] for values that this host's KVM refuses.
@@ -136,9 +139,10 @@ pub(in crate::kvm::x86) fn store(
     shared: &VmShared,
     present_cpuid: &[kvm_cpuid_entry2],
     parts: &Parts,
-) -> Result<Vec<kvm_msr_entry>, MachineError> {
+    first: bool,
+) -> Result<Late, MachineError> {
     check(shared, parts)?;
-    set_tsc_khz(fd, parts.tsc_khz)?;
+    let scaled = set_tsc_khz(fd, parts.tsc_khz)?;
     // KVM refuses another CPUID once the vCPU has run, so a CPUID that is already right is left
     // alone.
     if parts.cpuid.as_slice() != present_cpuid {
@@ -169,14 +173,43 @@ pub(in crate::kvm::x86) fn store(
             .map_err(errno)
             .map_err(refused("LAPIC"))?;
     }
-    let late = msr::write(fd, &parts.msrs)?;
+    let value = |index| {
+        let msr = parts.msrs.iter().find(|msr| msr.index == index);
+        msr.map_or(0, |msr| msr.data)
+    };
+    if first {
+        // KVM takes a value within a second of the VM's TSC for that TSC, and drops it. So the
+        // first vCPU gets a value far away before its own. Those of the others are then the same
+        // TSC.
+        msr::set_one(fd, msr::TSC, value(msr::TSC).wrapping_add(1 << 50))?;
+    }
+    let msrs = msr::write(fd, &parts.msrs)?;
     fd.set_vcpu_events(&parts.events)
         .map_err(errno)
         .map_err(refused("pending events"))?;
     fd.set_mp_state(parts.mp_state)
         .map_err(errno)
         .map_err(refused("multiprocessing state"))?;
-    Ok(late)
+    Ok(Late {
+        msrs,
+        tsc: parts.lapic.map(|_| Tsc {
+            offset: parts.tsc_offset.filter(|_| !scaled),
+            deadline: value(msr::TSC_DEADLINE),
+            khz: parts.tsc_khz,
+        }),
+        scaled,
+    })
+}
+
+/// The parts of a state that are set when the guest is about to run.
+#[derive(Default)]
+pub(in crate::kvm::x86) struct Late {
+    /// For [`msr::write_late`].
+    pub(in crate::kvm::x86) msrs: Vec<kvm_msr_entry>,
+    /// The TSC, which goes on over the blackout. `None` once it is set, and without a LAPIC.
+    pub(in crate::kvm::x86) tsc: Option<Tsc>,
+    /// Whether the host scales the TSC.
+    pub(in crate::kvm::x86) scaled: bool,
 }
 
 fn too_many_leaves(leaves: usize) -> String {
@@ -199,13 +232,14 @@ fn set_xsave(fd: &VcpuFd, host_bytes: usize, area: &[u32]) -> Result<(), Machine
     sys::set_xsave(fd, &padded, host_bytes).map_err(refused("extended registers"))
 }
 
-fn set_tsc_khz(fd: &VcpuFd, wanted: u32) -> Result<(), MachineError> {
+/// Returns whether the host scales the TSC.
+fn set_tsc_khz(fd: &VcpuFd, wanted: u32) -> Result<bool, MachineError> {
     let present = fd.get_tsc_khz().unwrap_or(0);
     // 250 parts per million: KVM's own tolerance for the same frequency (tsc_tolerance_ppm).
     if wanted == 0 || u64::from(wanted.abs_diff(present)) * 4000 <= u64::from(present) {
-        return Ok(());
+        return Ok(false);
     }
-    fd.set_tsc_khz(wanted).map_err(|e| {
+    fd.set_tsc_khz(wanted).map(|()| true).map_err(|e| {
         MachineError::BadState(format!(
             "its TSC runs at {wanted} kHz, and this host's at {present} kHz and cannot be scaled: {}",
             errno(e)

@@ -3,7 +3,7 @@
 use super::*;
 use crate::kvm::x86::machine::create_with;
 use crate::kvm::x86::vm::{Irqchip, KvmOptions};
-use crate::{MachineError, MachineSpec, StartState, Vcpu};
+use crate::{MachineError, MachineSpec, StartMode, StartState, Vcpu};
 use proptest::prelude::*;
 
 fn parts() -> Parts {
@@ -41,6 +41,7 @@ fn parts() -> Parts {
         cpuid: vec![cpuid; 2],
         lapic: None,
         tsc_khz: 2_600_000,
+        tsc_offset: None,
         exits: vec![
             Exit::MmioWrite {
                 gpa: Gpa(0xd000_0000),
@@ -52,6 +53,7 @@ fn parts() -> Parts {
                 size: 1,
             },
         ],
+        pages: Vec::new(),
     }
 }
 
@@ -71,6 +73,30 @@ fn why(bytes: &[u8]) -> String {
     Parts::decode(&VcpuState(bytes.to_vec()))
         .map(drop)
         .unwrap_err()
+}
+
+/// A vCPU of a Linux on an AMD host, under load.
+#[test]
+fn a_state_of_this_version_is_read() {
+    let state = VcpuState(include_bytes!("../../fixtures/vcpu-of-pc-v2.bin").to_vec());
+    let parts = Parts::decode(&state).unwrap();
+    assert_eq!(parts.encode(), state, "and written");
+    assert!(parts.lapic.is_some() && parts.tsc_offset.is_some());
+    let msr = |index| {
+        parts
+            .msrs
+            .iter()
+            .find(|msr| msr.index == index)
+            .unwrap()
+            .data
+    };
+    // The pages of its clock, of steal time and of the ends of interrupts came along.
+    for register in [0x4b56_4d01, 0x4b56_4d03, 0x4b56_4d04] {
+        let address = msr(register);
+        assert_eq!(address & 1, 1, "{register:#x} is in use");
+        let page = Gpa(address & !(PAGE_SIZE - 1));
+        assert!(parts.pages.iter().any(|other| other.gpa == page), "{page}");
+    }
 }
 
 #[test]
@@ -121,6 +147,43 @@ fn malformed_states_are_refused_with_the_reason() {
     let (exits, _) = section(&good, 13);
     assert!(why(&with(exits + 8, 3)).contains("exit of kind 3"));
     assert!(why(&with(exits + 9, 9)).contains("9 bytes"));
+}
+
+#[test]
+fn a_tsc_offset_and_port_accesses_travel() {
+    let mut with = parts();
+    with.tsc_offset = Some(u64::MAX - 5);
+    with.exits = vec![
+        Exit::PortWrite {
+            port: 0x3f8,
+            value: 0x41,
+            size: 1,
+        },
+        Exit::PortRead {
+            port: u16::MAX,
+            size: 4,
+        },
+    ];
+    let state = with.encode();
+    let back = Parts::decode(&state).unwrap();
+    assert_eq!(
+        (back.tsc_offset, &back.exits),
+        (with.tsc_offset, &with.exits)
+    );
+    let changed = |tag, at, byte| {
+        let mut bytes = state.0.clone();
+        let (start, _) = section(&bytes, tag);
+        bytes[start + 8 + at] = byte;
+        why(&bytes)
+    };
+    assert!(changed(13, 10, 1).contains("access to port 0x103f8"));
+    assert!(changed(13, 1, 8).contains("exit of kind 3 and 8 bytes"));
+    assert!(changed(13, 24 + 16, 1).contains("with value 0x1"));
+    let mut cut = state.0.clone();
+    let (start, _) = section(&cut, 14);
+    cut.pop();
+    cut[start + 4] = 7;
+    assert!(why(&cut).contains("section 14 (TSC offset) has 7 bytes"));
 }
 
 /// The words for a section in messages.
@@ -184,6 +247,33 @@ proptest! {
     }
 }
 
+#[test]
+fn pages_are_whole_aligned_and_few() {
+    let mut many = parts();
+    many.pages = [0x3000, 0x7000]
+        .map(|gpa: u64| SharedPage {
+            gpa: Gpa(gpa),
+            bytes: Box::new([gpa.to_le_bytes()[1]; 4096]),
+        })
+        .into();
+    let good = many.encode();
+    assert_eq!(Parts::decode(&good).unwrap().pages, many.pages);
+    let (header, length) = section(&good.0, Tag::Pages as u16);
+    assert_eq!(length, 2 * SHARED_PAGE_BYTES);
+    let mut unaligned = good.clone();
+    unaligned.0[header + 8] = 1;
+    let why = Parts::decode(&unaligned).unwrap_err();
+    assert!(why.contains("is not the address of a page"), "{why}");
+    many.pages = vec![many.pages[0].clone(); MAX_PAGES + 1];
+    let why = Parts::decode(&many.encode()).unwrap_err();
+    assert!(why.contains("a wrong length"), "{why}");
+    let mut short = good.0;
+    short.pop();
+    short[header + 4..header + 8].copy_from_slice(&(length as u32 - 1).to_le_bytes());
+    let why = Parts::decode(&VcpuState(short)).unwrap_err();
+    assert!(why.contains("a wrong length"), "{why}");
+}
+
 fn skipped() -> bool {
     let missing = crate::kvm::probe_vm().err();
     missing.is_some_and(|why| pageferry_testkit::skip("kvm", why))
@@ -201,6 +291,7 @@ fn vcpu(irqchip: Irqchip) -> Box<dyn Vcpu> {
         stack: 0x8000,
         args: [1, 2],
         tables: Gpa(0x1000),
+        mode: StartMode::User,
     })
     .unwrap();
     vcpu
@@ -264,6 +355,8 @@ fn every_part_moves_to_another_vcpu() {
                 *word = 0x0202_0202 * (i as u32 + 1);
             }
         }
+        // A copy of the value that is not restored as such.
+        parts.tsc_offset = None;
         let wanted = timeless(parts.clone()).encode();
 
         let mut destination = vcpu(irqchip);
@@ -309,7 +402,7 @@ fn a_state_that_this_machine_cannot_have_is_refused() {
         }
     });
     assert!(
-        lacking.contains("does not offer: CPUID 0x1.0 EDX bits 0x400"),
+        lacking.contains("does not offer: CPUID leaf 0x1 EDX bit 10"),
         "{lacking}"
     );
     let lacking = with(&|p| p.msrs.retain(|msr| msr.index != 0xc000_0082));

@@ -1,8 +1,9 @@
 //! The device tree of a soft machine, as far as Linux needs it.
 
 use crate::RamLayout;
+use crate::board::{MmioDevice, PLIC, PLIC_SOURCES};
 use pageferry_addr::PAGE_SIZE;
-use pageferry_hypervisor::hart::TIMEBASE_HZ;
+use pageferry_hypervisor::hart::{Interrupt, TIMEBASE_HZ};
 use std::ops::Range;
 use vm_fdt::{FdtWriter, FdtWriterResult};
 
@@ -17,15 +18,27 @@ pub(super) struct Chosen<'a> {
     pub(super) seed: Option<[u8; 64]>,
 }
 
-/// The device tree of a machine with `vcpus` vCPUs.
+/// The device tree of a machine with `vcpus` vCPUs and virtio devices. With devices, there is an
+/// interrupt controller.
 ///
 /// # Panics
 /// If the command line has a byte 0.
-pub(super) fn device_tree(layout: &RamLayout, vcpus: u32, chosen: &Chosen<'_>) -> Vec<u8> {
-    write(layout, vcpus, chosen).expect("names and strings have no byte 0, and nodes are closed")
+pub(super) fn device_tree(
+    layout: &RamLayout,
+    vcpus: u32,
+    devices: &[MmioDevice],
+    chosen: &Chosen<'_>,
+) -> Vec<u8> {
+    let tree = write(layout, vcpus, devices, chosen);
+    tree.expect("names and strings have no byte 0, and nodes are closed")
 }
 
-fn write(layout: &RamLayout, vcpus: u32, chosen: &Chosen<'_>) -> FdtWriterResult<Vec<u8>> {
+fn write(
+    layout: &RamLayout,
+    vcpus: u32,
+    devices: &[MmioDevice],
+    chosen: &Chosen<'_>,
+) -> FdtWriterResult<Vec<u8>> {
     let mut fdt = FdtWriter::new()?;
     let root = fdt.begin_node("")?;
     fdt.property_u32("#address-cells", 2)?;
@@ -80,6 +93,38 @@ fn write(layout: &RamLayout, vcpus: u32, chosen: &Chosen<'_>) -> FdtWriterResult
         fdt.end_node(cpu)?;
     }
     fdt.end_node(cpus)?;
+    if !devices.is_empty() {
+        write_devices(&mut fdt, vcpus, devices)?;
+    }
     fdt.end_node(root)?;
     fdt.finish()
+}
+
+/// The interrupt controller, and the devices that it serves.
+fn write_devices(fdt: &mut FdtWriter, vcpus: u32, devices: &[MmioDevice]) -> FdtWriterResult<()> {
+    let handle = vcpus + 1;
+    let plic = fdt.begin_node(&format!("interrupt-controller@{:x}", PLIC.start))?;
+    fdt.property_string_list(
+        "compatible",
+        vec!["sifive,plic-1.0.0".into(), "riscv,plic0".into()],
+    )?;
+    fdt.property_array_u64("reg", &[PLIC.start, PLIC.end - PLIC.start])?;
+    fdt.property_u32("#address-cells", 0)?;
+    fdt.property_u32("#interrupt-cells", 1)?;
+    fdt.property_null("interrupt-controller")?;
+    fdt.property_u32("riscv,ndev", PLIC_SOURCES)?;
+    let external = Interrupt::External as u32;
+    let contexts: Vec<u32> = (1..=vcpus).flat_map(|hart| [hart, external]).collect();
+    fdt.property_array_u32("interrupts-extended", &contexts)?;
+    fdt.property_phandle(handle)?;
+    fdt.end_node(plic)?;
+    for device in devices {
+        let node = fdt.begin_node(&format!("virtio_mmio@{:x}", device.address))?;
+        fdt.property_string("compatible", "virtio,mmio")?;
+        fdt.property_array_u64("reg", &[device.address.into(), device.bytes.into()])?;
+        fdt.property_u32("interrupt-parent", handle)?;
+        fdt.property_u32("interrupts", device.line)?;
+        fdt.end_node(node)?;
+    }
+    Ok(())
 }
