@@ -10,19 +10,29 @@
  *   pf=torture   runs the kernel's own torture tests, rcutorture and locktorture
  *
  * pf_seconds=N is how long storm, and each test of torture, runs. pf_mib=N is the memory of load.
+ * pf_timer_ms=N is the period of load's timer (1), and pf_clock=1 makes it tell both clocks.
+ * pf_rest_ms=N lets load rest so long now and then, which leaves the processor to others (0).
+ * pf_disk=1 lets load keep a tree of files on the ext4 of /dev/vda, too. pf_net=PORT lets it talk to
+ * an echo server at this port of 10.77.0.1, as 10.77.0.2.
+ *
+ * It loads the modules that /modules/list names, in that order. A distribution's kernel needs them.
  *
  * Every line begins with "PF" and is one write. FAIL says that something was wrong.
  *
  *   PF up <ns>                      first of all: the monotonic clock
+ *   PF modules <n>                  the number of modules that it has loaded, if any are listed
  *   PF check <name> <hex>           check: a result
  *   PF fork|exec|pipe|touch <ns>    measure: one fork with exit and wait, the same with an exec, a
  *                                   round trip of a byte through two pipes, a new page
  *   PF loop <ns> <hex>              measure: LOOP_ROUNDS rounds of loop(), and their result
  *   PF busy <ns> <rounds>           busy: the clock, and rounds so far
  *   PF tick <ns> <gap>              load: the clock, and the largest gap in ns between two rounds
- *                                   of a timer of 1 ms since the line before
+ *                                   of its timer since the line before
+ *   PF clock <ns> <ns>              load: the monotonic clock, and then the real-time clock
  *   PF load <pages> <wrong>         load: pages checked so far, and pages with wrong contents
  *   PF md5 <rounds> <wrong>         load: MD5 sums of a tree of files so far, and wrong ones
+ *   PF disk <rounds> <wrong>        load: the same of the tree on disk, each file synchronised
+ *   PF net <blocks> <wrong>         load: blocks of 1 KiB that came back so far, and wrong ones
  *   PF storm <what> <rounds>        storm: rounds of each kind
  *   PF torture <test> <hex>         torture: 1 if the test succeeded
  *   PF done                         last of all, before it shuts down
@@ -91,12 +101,17 @@ static void line(const char *what, const char *name, int count, u64 first, u64 s
 
 /* ---- What nolibc lacks ---- */
 
-static u64 now_ns(void)
+static u64 clock_ns(int clock)
 {
 	struct timespec t;
 
-	my_syscall2(__NR_clock_gettime, CLOCK_MONOTONIC, &t);
+	my_syscall2(__NR_clock_gettime, clock, &t);
 	return t.tv_sec * 1000000000UL + t.tv_nsec;
+}
+
+static u64 now_ns(void)
+{
+	return clock_ns(CLOCK_MONOTONIC);
 }
 
 static void sleep_us(long us)
@@ -136,10 +151,58 @@ static int protect(void *at, u64 bytes, int protection)
 	return my_syscall3(__NR_mprotect, at, bytes, protection);
 }
 
-/* Instruction caches of all harts. */
-static void flush_code(void *from, u64 bytes)
+/* ---- What differs between processors ---- */
+
+#ifdef __riscv
+
+#define RETURN 0x8067
+
+static u64 load_u64(const void *at)
 {
-	my_syscall3(259, from, (char *)from + bytes, 0);
+	u64 value;
+
+	asm volatile("ld %0, (%1)" : "=r"(value) : "r"(at) : "memory");
+	return value;
+}
+
+static void store_u32(void *at, u32 value)
+{
+	asm volatile("sw %0, (%1)" : : "r"(value), "r"(at) : "memory");
+}
+
+/* Writes a function that returns `value`. */
+static void write_code(u32 *code, long value)
+{
+	code[0] = (u32)value << 20 | 0x513; /* addi a0, zero, value */
+	code[1] = RETURN;
+	/* Instruction caches of all harts. */
+	my_syscall3(259, code, code + 2, 0);
+}
+
+/*
+ * One round is these 13 instructions; the benchmark runs the same in a bare guest. They write the
+ * 2 KiB of `table`. Returns the random number of the last round.
+ */
+static u64 random_rounds(u64 *table, u64 rounds)
+{
+	u64 x = 88172645463325252UL, t, v;
+
+	asm volatile("1: slli %[t], %[x], 13\n"
+		     "xor %[x], %[x], %[t]\n"
+		     "srli %[t], %[x], 7\n"
+		     "xor %[x], %[x], %[t]\n"
+		     "slli %[t], %[x], 17\n"
+		     "xor %[x], %[x], %[t]\n"
+		     "andi %[t], %[x], 0x7f8\n"
+		     "add %[t], %[t], %[table]\n"
+		     "ld %[v], (%[t])\n"
+		     "add %[v], %[v], %[x]\n"
+		     "sd %[v], (%[t])\n"
+		     "addi %[n], %[n], -1\n"
+		     "bnez %[n], 1b\n"
+		     : [x] "+&r"(x), [n] "+&r"(rounds), [t] "=&r"(t), [v] "=&r"(v)
+		     : [table] "r"(table) : "memory");
+	return x;
 }
 
 /*
@@ -171,6 +234,72 @@ static long thread(void (*run)(long), long argument)
 	return a0;
 }
 
+#else /* x86-64: the same results */
+
+#define RETURN 0xc3
+
+static u64 load_u64(const void *at)
+{
+	u64 value;
+
+	asm volatile("mov (%1), %0" : "=r"(value) : "r"(at) : "memory");
+	return value;
+}
+
+static void store_u32(void *at, u32 value)
+{
+	asm volatile("mov %0, (%1)" : : "r"(value), "r"(at) : "memory");
+}
+
+static void write_code(u32 *code, long value)
+{
+	code[0] = 0xb8 | (u32)value << 8; /* mov $value, %eax */
+	code[1] = (u32)value >> 24 | RETURN << 8;
+	asm volatile("" : : : "memory");
+}
+
+static u64 random_rounds(u64 *table, u64 rounds)
+{
+	u64 x = 88172645463325252UL;
+
+	while (rounds--) {
+		x ^= x << 13;
+		x ^= x >> 7;
+		x ^= x << 17;
+		table[x % 2048 / 8] += x;
+	}
+	return x;
+}
+
+static long thread(void (*run)(long), long argument)
+{
+	long stack = (long)PRIVATE_MAP(64 * 1024) + 64 * 1024;
+	/* VM, FS, FILES, SIGHAND, THREAD, SYSVSEM */
+	long flags = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000 | 0x40000;
+	long result = __NR_clone;
+	register long r10 asm("r10") = 0, r8 asm("r8") = 0;
+	register void (*r12)(long) asm("r12") = run;
+	register long r13 asm("r13") = argument;
+
+	asm volatile("syscall\n"
+		     "test %%rax, %%rax\n"
+		     "jnz 1f\n"
+		     "mov %%r13, %%rdi\n"
+		     "call *%%r12\n"
+		     "xor %%edi, %%edi\n"
+		     "mov $60, %%eax\n" /* exit, of this thread */
+		     "syscall\n"
+		     "1:\n"
+		     : "+a"(result)
+		     : "D"(flags), "S"(stack), "d"(0L), "r"(r10), "r"(r8), "r"(r12), "r"(r13)
+		     : "memory", "rcx", "r11");
+	return result;
+}
+
+#endif
+
+/* ---- Processes and modules ---- */
+
 static void child(void (*run)(void))
 {
 	int pid = fork();
@@ -181,6 +310,39 @@ static void child(void (*run)(void))
 	}
 	if (pid < 0)
 		FAIL("fork");
+}
+
+static int insert(const char *path, const char *options)
+{
+	int fd = open(path, O_RDONLY), result;
+
+	result = my_syscall3(__NR_finit_module, fd, options, 0);
+	close(fd);
+	return result;
+}
+
+/* The modules that the archive lists, in that order. */
+static void insert_listed(void)
+{
+	static char list[1024];
+	char *name = list, *end;
+	int fd = open("/modules/list", O_RDONLY), modules = 0;
+
+	if (fd < 0)
+		return;
+	read(fd, list, sizeof(list) - 1);
+	close(fd);
+	for (; (end = strchr(name, '\n')); name = end + 1) {
+		char path[80];
+
+		*end = 0;
+		*put_text(put_text(path, "/modules/"), name) = 0;
+		if (insert(path, ""))
+			FAIL(name);
+		else
+			modules++;
+	}
+	SAY1("modules", modules);
 }
 
 /* ---- MD5 (RFC 1321) ---- */
@@ -238,9 +400,11 @@ static u64 md5_end(u32 *state, u64 bytes)
 #define FILES 16
 #define FILE_BYTES (32 * 1024UL)
 
+static const char *tree = "/tmp";
+
 static void path_of(char *path, int folder, int file)
 {
-	path = put_number(put_text(path, "/tmp/d"), folder, 10);
+	path = put_number(put_text(put_text(path, tree), "/d"), folder, 10);
 	if (file >= 0)
 		path = put_number(put_text(path, "/f"), file, 10);
 	*path = 0;
@@ -264,6 +428,8 @@ static void write_tree(void)
 			fd = open(path, O_CREAT | O_TRUNC | O_WRONLY, 0644);
 			if (fd < 0 || write(fd, data, FILE_BYTES) != (long)FILE_BYTES)
 				FAIL("write of a file");
+			if (strcmp(tree, "/tmp") && my_syscall1(__NR_fsync, fd))
+				FAIL("fsync of a file");
 			close(fd);
 		}
 	}
@@ -284,6 +450,8 @@ static u64 sum_tree(void)
 
 			path_of(path, folder, file);
 			fd = open(path, O_RDONLY);
+			/* 4: POSIX_FADV_DONTNEED. What is on disk is read from there. */
+			my_syscall4(__NR_fadvise64, fd, 0, 0, 4);
 			while ((got = read(fd, data, sizeof(data))) == sizeof(data)) {
 				for (u64 i = 0; i < sizeof(data) / 4; i += 16)
 					md5_block(state, data + i);
@@ -298,33 +466,15 @@ static u64 sum_tree(void)
 
 /* ---- Work with one result ---- */
 
-/*
- * One round is these 13 instructions; the benchmark runs the same in a bare guest. They write 2 KiB.
- * Returns the random number of the last round, plus what it has written.
- */
+/* Returns the random number of the last round, plus what the rounds have written. */
 static u64 loop(u64 rounds)
 {
 	static u64 table[256] __attribute__((aligned(4096)));
-	u64 x = 88172645463325252UL, t, v, sum = 0;
+	u64 sum = random_rounds(table, rounds);
 
-	asm volatile("1: slli %[t], %[x], 13\n"
-		     "xor %[x], %[x], %[t]\n"
-		     "srli %[t], %[x], 7\n"
-		     "xor %[x], %[x], %[t]\n"
-		     "slli %[t], %[x], 17\n"
-		     "xor %[x], %[x], %[t]\n"
-		     "andi %[t], %[x], 0x7f8\n"
-		     "add %[t], %[t], %[table]\n"
-		     "ld %[v], (%[t])\n"
-		     "add %[v], %[v], %[x]\n"
-		     "sd %[v], (%[t])\n"
-		     "addi %[n], %[n], -1\n"
-		     "bnez %[n], 1b\n"
-		     : [x] "+&r"(x), [n] "+&r"(rounds), [t] "=&r"(t), [v] "=&r"(v)
-		     : [table] "r"(table) : "memory");
 	for (int i = 0; i < 256; i++)
 		sum += table[i];
-	return x + sum;
+	return sum;
 }
 
 static u64 fork_each(int times, int executes)
@@ -397,9 +547,7 @@ static u64 touch(u64 bytes)
 /* Writes a function that returns `value` and runs it. */
 static long written_code(u32 *code, long value)
 {
-	code[0] = (u32)value << 20 | 0x513; /* addi a0, zero, value */
-	code[1] = 0x8067; /* ret */
-	flush_code(code, 8);
+	write_code(code, value);
 	return ((long (*)(void))code)();
 }
 
@@ -409,7 +557,7 @@ static u64 signal_of(int protection, int executes)
 	u32 *page = (u32 *)PRIVATE_MAP(PAGE);
 	int status = 0, pid;
 
-	page[0] = 0x8067;
+	page[0] = RETURN;
 	protect(page, PAGE, protection);
 	pid = fork();
 	if (pid == 0) {
@@ -428,7 +576,7 @@ static void check(void)
 {
 	unsigned char *bytes = (unsigned char *)PRIVATE_MAP(2 * PAGE);
 	u32 *code = (u32 *)map(PAGE, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE);
-	u64 sum = 0, value;
+	u64 sum = 0;
 
 	CHECK("loop", loop(1000000));
 	write_tree();
@@ -438,9 +586,8 @@ static void check(void)
 	CHECK("written-code", sum);
 	for (u64 i = 0; i < 2 * PAGE; i++)
 		bytes[i] = i * 7;
-	asm volatile("ld %0, (%1)" : "=r"(value) : "r"(bytes + PAGE - 3));
-	CHECK("load-across-pages", value);
-	asm volatile("sw %0, (%1)" : : "r"(0x11223344), "r"(bytes + PAGE - 1) : "memory");
+	CHECK("load-across-pages", load_u64(bytes + PAGE - 3));
+	store_u32(bytes + PAGE - 1, 0x11223344);
 	CHECK("store-across-pages", *(volatile u64 *)(bytes + PAGE - 8) ^ *(volatile u64 *)(bytes + PAGE));
 	CHECK("store-to-read-only", signal_of(PROT_READ, 0));
 	CHECK("store-to-none", signal_of(PROT_NONE, 0));
@@ -482,7 +629,14 @@ static void busy(void)
 
 /* ---- Load for ever ---- */
 
-static u64 load_bytes = 16 * MIB;
+static u64 load_bytes = 16 * MIB, timer_ms = 1, rest_ms;
+static int tells_clocks;
+
+static void rest(void)
+{
+	if (rest_ms)
+		sleep_us(rest_ms * 1000);
+}
 
 /* Rewrites pages in no order. Checks of each page what it wrote there before. */
 static void load(void)
@@ -497,14 +651,17 @@ static void load(void)
 		bad += page[511] != page[0] * 0x9e3779b97f4a7c15UL;
 		page[0]++;
 		page[511] = page[0] * 0x9e3779b97f4a7c15UL;
-		if (n % 1000 == 0 && now_ns() - last > 200000000) {
+		if (n % 1000)
+			continue;
+		if (now_ns() - last > 200000000) {
 			last = now_ns();
 			SAY2("load", n, bad);
 		}
+		rest();
 	}
 }
 
-static void sums(void)
+static void sums_of(const char *what)
 {
 	u64 bad = 0, right;
 
@@ -512,28 +669,118 @@ static void sums(void)
 	right = sum_tree();
 	for (u64 n = 1;; n++) {
 		bad += sum_tree() != right;
-		SAY2("md5", n, bad);
+		line(what, NULL, 2, n, bad, 10);
 		/* New files each time, so that the pages of the cache change. */
 		write_tree();
+		rest();
+	}
+}
+
+static void sums(void)
+{
+	sums_of("md5");
+}
+
+static void disk(void)
+{
+	mkdir("/disk", 0755);
+	mkdir("/dev", 0755);
+	if (mount("dev", "/dev", "devtmpfs", 0, NULL))
+		FAIL("mount of /dev");
+	if (mount("/dev/vda", "/disk", "ext4", 0, NULL)) {
+		FAIL("mount of the disk");
+		return;
+	}
+	tree = "/disk";
+	sums_of("disk");
+}
+
+/* The kernel's struct ifreq and struct sockaddr_in. The address and the port are big-endian. */
+struct interface {
+	char name[16];
+	unsigned short family, port;
+	unsigned char address[4];
+	char rest[16];
+};
+
+static void configure(int fd, int request, unsigned char *address)
+{
+	struct interface eth0 = { .name = "eth0", .family = 2 };
+
+	if (address)
+		memcpy(eth0.address, address, 4);
+	else
+		eth0.family = 0x41; /* IFF_UP, IFF_RUNNING */
+	if (my_syscall3(__NR_ioctl, fd, request, &eth0))
+		FAIL("ioctl of eth0");
+}
+
+/* All bytes, or the stream has ended. */
+static void transfer(int fd, char *block, long bytes, int out)
+{
+	for (long done = 0; done < bytes;) {
+		long got = out ? write(fd, block + done, bytes - done)
+			       : read(fd, block + done, bytes - done);
+
+		if (got <= 0) {
+			FAIL("the stream broke");
+			exit(1);
+		}
+		done += got;
+	}
+}
+
+static unsigned short net_port;
+
+static void net(void)
+{
+	static u64 block[128], back[128];
+	unsigned char here[4] = { 10, 77, 0, 2 }, mask[4] = { 255, 255, 255, 0 };
+	struct interface there = { .family = 2, .port = net_port, .address = { 10, 77, 0, 1 } };
+	int fd = my_syscall3(__NR_socket, 2, 1, 0); /* AF_INET, SOCK_STREAM */
+	u64 word = 0, bad = 0;
+
+	configure(fd, 0x8916, here); /* SIOCSIFADDR */
+	configure(fd, 0x891c, mask); /* SIOCSIFNETMASK */
+	configure(fd, 0x8914, NULL); /* SIOCSIFFLAGS */
+	if (my_syscall3(__NR_connect, fd, &there.family, 16)) {
+		FAIL("connect to the echo server");
+		return;
+	}
+	for (u64 n = 1;; n++) {
+		for (int i = 0; i < 128; i++)
+			block[i] = word++;
+		transfer(fd, (char *)block, sizeof(block), 1);
+		transfer(fd, (char *)back, sizeof(back), 0);
+		bad += memcmp(block, back, sizeof(block)) != 0;
+		if (n % 8 == 0)
+			SAY2("net", n, bad);
+		rest();
 	}
 }
 
 static void tick(void)
 {
-	u64 last = now_ns(), said = last, gap = 0;
+	u64 last = now_ns(), said = last, gap = 0, last_real = 0;
 
 	for (;;) {
-		u64 t;
+		u64 t, real;
 
-		sleep_us(1000);
+		sleep_us(timer_ms * 1000);
 		t = now_ns();
+		real = clock_ns(CLOCK_REALTIME);
 		if (t < last)
 			FAIL("the clock went back");
+		if (real < last_real)
+			FAIL("the real-time clock went back");
+		last_real = real;
 		if (t - last > gap)
 			gap = t - last;
 		last = t;
 		if (t - said >= 100000000) {
 			SAY2("tick", t, gap);
+			if (tells_clocks)
+				SAY2("clock", t, real);
 			said = t;
 			gap = 0;
 		}
@@ -639,15 +886,6 @@ static void storm(u64 seconds)
 
 /* ---- The kernel's torture tests ---- */
 
-static int insert(const char *path, const char *options)
-{
-	int fd = open(path, O_RDONLY), result;
-
-	result = my_syscall3(__NR_finit_module, fd, options, 0);
-	close(fd);
-	return result;
-}
-
 /* Whether the kernel's log has this text. */
 static int logged(const char *text)
 {
@@ -703,11 +941,21 @@ int main(int argc, char **argv)
 	SAY1("up", now_ns());
 	mkdir("/tmp", 0755);
 	mount("tmp", "/tmp", "tmpfs", 0, NULL);
+	insert_listed();
 	load_bytes = number(getenv("pf_mib"), load_bytes / MIB) * MIB;
+	timer_ms = number(getenv("pf_timer_ms"), timer_ms);
+	tells_clocks = number(getenv("pf_clock"), 0);
+	rest_ms = number(getenv("pf_rest_ms"), 0);
 	shared = (struct shared *)map(PAGE, PROT_READ | PROT_WRITE, MAP_SHARED);
 	if (work && strcmp(work, "load") == 0) {
 		child(load);
 		child(sums);
+		if (number(getenv("pf_disk"), 0))
+			child(disk);
+		net_port = number(getenv("pf_net"), 0);
+		net_port = net_port << 8 | net_port >> 8;
+		if (net_port)
+			child(net);
 		tick();
 	} else if (work && strcmp(work, "measure") == 0) {
 		measure();

@@ -32,7 +32,7 @@ pub mod shaper;
 mod skip;
 pub mod two_hosts;
 
-pub use guest_linux::{guest_linux, guest_shell};
+pub use guest_linux::{guest_linux, guest_linux_cloud, guest_linux_x86_64, guest_shell};
 pub use huge_pages::{AdvisedHugePages, HugePages};
 pub use pageferry_hosts::netns;
 pub use skip::skip;

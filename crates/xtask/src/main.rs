@@ -5,7 +5,7 @@
 //! `guest-linux` need no privileges. `two-hosts` needs root.
 //!
 //! **Mechanism.** Each task is a module. [`lab`] runs programs of the workspace on an emulated
-//! machine, whose KVM has a TDP MMU. [`guest_linux`] builds a Linux for guests of the soft engine.
+//! machine, whose KVM has a TDP MMU. [`guest_linux`] builds a Linux for guests.
 //! [`two_hosts`] runs a command beside two network namespaces. [`mod@test`] runs all tests and says
 //! which were skipped.
 //!

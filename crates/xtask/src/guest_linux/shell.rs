@@ -162,9 +162,7 @@ impl<'a> Shell<'a> {
     fn compiler(&self) -> Result<PathBuf, Error> {
         let script = self.folder.join("cc");
         let root = self.folder.join("root");
-        let mut gcc = Command::new(format!("{}gcc", COMPILER.prefix));
-        self.build.give_tools(&mut gcc);
-        let own = gcc.arg("-print-file-name=include").output();
+        let own = self.build.gcc().arg("-print-file-name=include").output();
         let own = own.map_err(Error::io("run the compiler"))?.stdout;
         let text = format!(
             "#!/bin/sh\n\

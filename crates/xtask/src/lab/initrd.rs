@@ -2,7 +2,8 @@
 //! (cpio, "newc": `Documentation/driver-api/early-userspace/buffer-format.rst`).
 
 use super::Error;
-use super::packages::Components;
+use super::extra::Extra;
+use super::packages::{Components, module_bytes, module_name};
 use super::program::{Programs, quoted};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -25,6 +26,7 @@ const PASSED_ON: [&str; 3] = ["PAGEFERRY_", "RUST_", "PROPTEST_"];
 pub(crate) struct Initrd<'a> {
     pub(crate) parts: &'a Components,
     pub(crate) programs: &'a Programs,
+    pub(crate) files: &'a [Extra],
     pub(crate) kvm_amd_options: &'a str,
 }
 
@@ -38,7 +40,8 @@ impl Initrd<'_> {
         archive.file("init", &self.script()?.into_bytes());
         archive.file("bin/busybox", &read(&self.parts.busybox)?);
         for module in &self.parts.modules {
-            archive.file(&format!("modules/{}", name(module)), &self.module(module)?);
+            let path = format!("modules/{}", module_name(module));
+            archive.file(&path, &module_bytes(&self.parts.busybox, module)?);
         }
         for executable in &self.programs.executables {
             let stripped = file.with_extension("stripped");
@@ -49,34 +52,18 @@ impl Initrd<'_> {
         for library in &self.programs.libraries {
             archive.file(inside(library), &read(library)?);
         }
+        for file in self.files {
+            archive.file(inside(&file.path), &read(&file.source)?);
+        }
         let bytes = archive.finish();
         std::fs::write(file, bytes).map_err(Error::io(format!("write {}", file.display())))
-    }
-
-    /// A module as the kernel loads it, uncompressed.
-    fn module(&self, module: &Path) -> Result<Vec<u8>, Error> {
-        if module.extension().is_none_or(|end| end != "xz") {
-            return read(module);
-        }
-        let output = Command::new(&self.parts.busybox)
-            .arg("xzcat")
-            .arg(module)
-            .output()
-            .map_err(Error::io("run busybox"))?;
-        if output.status.success() {
-            return Ok(output.stdout);
-        }
-        Err(Error::Failed(format!(
-            "{} is damaged: remove the folder lab in the target directory",
-            module.display()
-        )))
     }
 
     /// The first program of the emulated machine.
     fn script(&self) -> Result<String, Error> {
         let mut script = String::from(START);
         for module in &self.parts.modules {
-            let name = name(module);
+            let name = module_name(module);
             let options = if name.starts_with("kvm-amd") {
                 self.kvm_amd_options
             } else {
@@ -151,12 +138,6 @@ fn stripped_copy(file: &Path, copy: &Path) -> Result<Vec<u8>, Error> {
     } else {
         file
     })
-}
-
-/// The last part of a path without a compressed file's ending.
-fn name(path: &Path) -> String {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    name.trim_end_matches(".xz").to_owned()
 }
 
 /// An absolute path, relative to the root.

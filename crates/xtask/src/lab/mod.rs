@@ -6,11 +6,12 @@
 //! **Mechanism.** QEMU emulates a CPU with SVM and nested paging, without `/dev/kvm`. A stock
 //! kernel boots there and loads kvm-amd, so the command finds a `/dev/kvm` with the TDP MMU.
 //! [`packages`] gets the emulator and the kernel, [`program`] finds what the command needs,
-//! [`initrd`] packs it, and [`machine`] runs it.
+//! [`extra`] what the user adds, [`initrd`] packs it, and [`machine`] runs it.
 //!
 //! The emulated clock counts instructions by default. A busy host then makes no time limit fire
 //! inside, and a figure repeats from run to run; it is an instruction count and no time.
 
+mod extra;
 pub(crate) mod initrd;
 pub(crate) mod kernel;
 mod machine;
@@ -55,6 +56,10 @@ pub(crate) struct Args {
     /// Let the emulated clock follow the host's instead of counting instructions
     #[arg(long)]
     real_time: bool,
+    /// Put a file or a folder of this machine into the emulated one, at its own path or at the
+    /// absolute path DEST; may be given several times
+    #[arg(long, value_name = "SRC[:DEST]")]
+    file: Vec<String>,
     /// The command and its arguments
     #[arg(required = true, last = true, value_name = "COMMAND")]
     command: Vec<OsString>,
@@ -103,7 +108,8 @@ pub(crate) fn run(args: &Args) -> ExitCode {
 }
 
 fn in_lab(args: &Args) -> Result<u8, Error> {
-    // Programs first: a mistake in the command is found before anything is fetched.
+    // A mistake in the arguments is found before anything is fetched.
+    let files = extra::files(&args.file)?;
     let programs = program::find(&args.command)?;
     let cache = target_dir().join("lab");
     let mut parts = packages::components(&cache)?;
@@ -115,6 +121,7 @@ fn in_lab(args: &Args) -> Result<u8, Error> {
     let initrd = initrd::Initrd {
         parts: &parts,
         programs: &programs,
+        files: &files,
         kvm_amd_options: if args.shadow { "npt=0" } else { "" },
     };
     // A file of this process's own: several labs may run at once.

@@ -16,6 +16,8 @@ const PACKAGES: [&str; 3] = [
     "busybox-static",
     "linux-image-cloud-amd64",
 ];
+/// A shell without libraries, in the packages.
+const BUSYBOX: &str = "bin/busybox";
 /// The oldest emulator that runs nested guests right.
 const OLDEST_QEMU: u32 = 10;
 /// The oldest kernel with the faults on markers that Pageferry uses, as (major, minor).
@@ -30,13 +32,13 @@ pub(crate) struct Components {
     pub(crate) firmware: [PathBuf; 2],
     pub(crate) busybox: PathBuf,
     pub(crate) kernel: PathBuf,
-    /// The modules of KVM, in the order of loading; none where they are built in.
+    /// The modules that a run uses, in the order of loading; none where they are built in.
     pub(crate) modules: Vec<PathBuf>,
 }
 
 /// The components, from the cache or from the archive.
 pub(crate) fn components(cache: &Path) -> Result<Components, Error> {
-    let root = unpacked(cache, "root", "the emulator and a kernel", &PACKAGES)?;
+    let root = root(cache)?;
     let qemu = root.join("usr/bin/qemu-system-x86_64");
     let libraries = ["usr/lib", "lib"].map(|lib| {
         let folder = root.join(lib).join("x86_64-linux-gnu");
@@ -47,13 +49,47 @@ pub(crate) fn components(cache: &Path) -> Result<Components, Error> {
         qemu,
         libraries: libraries.join(":"),
         firmware: ["qemu", "seabios"].map(|name| root.join("usr/share").join(name)),
-        busybox: root.join("bin/busybox"),
+        busybox: root.join(BUSYBOX),
         kernel: PathBuf::new(),
         modules: Vec::new(),
     };
     components.set_kernel(&kernel)?;
     components.check_qemu()?;
     Ok(components)
+}
+
+fn root(cache: &Path) -> Result<PathBuf, Error> {
+    unpacked(cache, "root", "the emulator and a kernel", &PACKAGES)
+}
+
+/// A distribution's kernel, as it is, and modules of it.
+pub(crate) struct Stock {
+    pub(crate) kernel: PathBuf,
+    /// Names and contents, in the order asked for.
+    pub(crate) modules: Vec<(String, Vec<u8>)>,
+}
+
+/// The kernel of Debian's package for clouds, with the modules of these paths.
+pub(crate) fn stock(cache: &Path, paths: &[&str]) -> Result<Stock, Error> {
+    let root = root(cache)?;
+    let kernel = newest_kernel(&root)?;
+    let folder = modules_of(&kernel).unwrap_or_default();
+    let modules = paths.iter().map(|path| {
+        let file = module(&folder, path).ok_or_else(|| {
+            let kernel = kernel.display();
+            Error::Failed(format!(
+                "{kernel} has no module {path} beside it: remove the folder \
+                 {} to fetch a newer one",
+                root.display()
+            ))
+        })?;
+        Ok((
+            module_name(&file),
+            module_bytes(&root.join(BUSYBOX), &file)?,
+        ))
+    });
+    let modules = modules.collect::<Result<_, _>>()?;
+    Ok(Stock { kernel, modules })
 }
 
 /// The folder `name` of the cache with these packages unpacked, which are `what` to a user.
@@ -86,14 +122,10 @@ impl Components {
                 kernel.display()
             )));
         }
-        let name = kernel.file_name().unwrap_or_default().to_string_lossy();
-        let release = name.strip_prefix("vmlinuz-").unwrap_or_default();
-        let beside = kernel.parent().and_then(Path::parent);
-        let modules = beside.map(|root| root.join("lib/modules").join(release));
         self.kernel = kernel.to_owned();
-        self.modules = match modules {
-            Some(folder) if !release.is_empty() && folder.is_dir() => kvm_modules(&folder)?,
-            _ => Vec::new(),
+        self.modules = match modules_of(kernel) {
+            Some(folder) => modules(&folder)?,
+            None => Vec::new(),
         };
         Ok(())
     }
@@ -121,26 +153,65 @@ impl Components {
     }
 }
 
-/// The modules that make `/dev/kvm` on an AMD processor, in the order of loading.
-fn kvm_modules(folder: &Path) -> Result<Vec<PathBuf>, Error> {
+/// The folder of a kernel's modules, if there is one beside the folder of the kernel.
+fn modules_of(kernel: &Path) -> Option<PathBuf> {
+    let release = kernel.file_name()?.to_str()?.strip_prefix("vmlinuz-")?;
+    let root = kernel.parent()?.parent()?;
+    let folder = root.join("lib/modules").join(release);
+    (!release.is_empty() && folder.is_dir()).then_some(folder)
+}
+
+/// The module of this path, which has no ending.
+fn module(folder: &Path, path: &str) -> Option<PathBuf> {
+    let files = [".ko", ".ko.xz"].map(|end| folder.join(format!("kernel/{path}{end}")));
+    files.into_iter().find(|file| file.is_file())
+}
+
+/// The name of a module's file without a compressed file's ending.
+pub(crate) fn module_name(file: &Path) -> String {
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    name.trim_end_matches(".xz").to_owned()
+}
+
+/// A module as the kernel loads it, uncompressed.
+pub(crate) fn module_bytes(busybox: &Path, file: &Path) -> Result<Vec<u8>, Error> {
+    if file.extension().is_none_or(|end| end != "xz") {
+        return std::fs::read(file).map_err(Error::io(format!("read {}", file.display())));
+    }
+    let output = Command::new(busybox)
+        .arg("xzcat")
+        .arg(file)
+        .output()
+        .map_err(Error::io("run busybox"))?;
+    if output.status.success() {
+        return Ok(output.stdout);
+    }
+    Err(Error::Failed(format!(
+        "{} is damaged: remove the folder lab in the target directory",
+        file.display()
+    )))
+}
+
+/// The modules that make `/dev/kvm` on an AMD processor, `/dev/net/tun` and bridges, in the order
+/// of loading.
+fn modules(folder: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut found = Vec::new();
-    // `ccp` only where kvm-amd depends on it.
-    for (name, path, needed) in [
-        ("irqbypass", "virt/lib", true),
-        ("ccp", "drivers/crypto/ccp", false),
-        ("kvm", "arch/x86/kvm", true),
-        ("kvm-amd", "arch/x86/kvm", true),
+    // `ccp` only where kvm-amd depends on it, and network devices only for tests that use them.
+    for (path, needed) in [
+        ("virt/lib/irqbypass", true),
+        ("drivers/crypto/ccp/ccp", false),
+        ("arch/x86/kvm/kvm", true),
+        ("arch/x86/kvm/kvm-amd", true),
+        ("drivers/net/tun", false),
+        ("net/llc/llc", false),
+        ("net/802/stp", false),
+        ("net/bridge/bridge", false),
     ] {
-        let path = folder.join("kernel").join(path);
-        let module = [".ko", ".ko.xz"]
-            .map(|end| path.join(format!("{name}{end}")))
-            .into_iter()
-            .find(|file| file.is_file());
-        match module {
+        match module(folder, path) {
             Some(module) => found.push(module),
             None if needed => {
                 return Err(Error::Failed(format!(
-                    "{} has no module {name}: a kernel with KVM for AMD processors is needed",
+                    "{} has no module {path}: a kernel with KVM for AMD processors is needed",
                     folder.display()
                 )));
             }
@@ -432,7 +503,10 @@ mod tests {
         let refused = components.set_kernel(&kernel).unwrap_err().to_string();
         let missing = components.set_kernel(&folder.join("none")).unwrap_err();
         std::fs::remove_dir_all(&folder).unwrap();
-        assert!(refused.contains("no module irqbypass"), "{refused}");
+        assert!(
+            refused.contains("no module virt/lib/irqbypass"),
+            "{refused}"
+        );
         assert!(missing.to_string().contains("bzImage"), "{missing}");
     }
 }

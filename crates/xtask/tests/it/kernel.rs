@@ -10,7 +10,7 @@ use std::time::SystemTime;
 
 /// Does what the lab needs of make: the configuration and the kernel are there, and the call is
 /// counted.
-const MAKE: &str = "for word; do case $word in O=*) out=${word#O=};; esac; done
+pub(crate) const MAKE: &str = "for word; do case $word in O=*) out=${word#O=};; esac; done
 mkdir -p $out/arch/x86/boot
 cp $KCONFIG_ALLCONFIG $out/.config
 cp virt/one.c $out/arch/x86/boot/bzImage
@@ -30,11 +30,11 @@ const PATCH: &str = "Subject: two
 ";
 
 /// A target directory of a test's own with a source in it, a series, and tools.
-struct Kernel(PathBuf);
+pub(crate) struct Kernel(pub(crate) PathBuf);
 
 impl Kernel {
     /// None where a tool is missing that the tests do not replace.
-    fn new(test: &str) -> Option<Self> {
+    pub(crate) fn new(test: &str) -> Option<Self> {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("kernel-{test}"));
         let _ = std::fs::remove_dir_all(&folder);
         let kernel = Self(folder);
@@ -63,21 +63,26 @@ impl Kernel {
             .join("target/lab/source/usr/src/linux-source-6.12.tar.xz")
     }
 
-    fn file(&self, path: &str, text: &str) {
+    pub(crate) fn file(&self, path: &str, text: &str) {
         let path = self.0.join(path);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, text).unwrap();
     }
 
-    fn tool(&self, name: &str, script: &str) {
+    pub(crate) fn tool(&self, name: &str, script: &str) {
         self.file(&format!("bin/{name}"), &format!("#!/bin/sh\n{script}\n"));
         let mode = PermissionsExt::from_mode(0o755);
         std::fs::set_permissions(self.0.join("bin").join(name), mode).unwrap();
     }
 
-    fn build(&self) -> Output {
+    /// The folder of tools, then those of the machine.
+    pub(crate) fn path(&self) -> String {
         let path = std::env::var("PATH").unwrap();
-        self.build_with(&format!("{}:{path}", self.0.join("bin").display()))
+        format!("{}:{path}", self.0.join("bin").display())
+    }
+
+    fn build(&self) -> Output {
+        self.build_with(&self.path())
     }
 
     fn build_with(&self, path: &str) -> Output {
@@ -194,10 +199,12 @@ fn a_damaged_source_is_named() {
         return;
     };
     std::fs::write(kernel.archive(), "not xz").unwrap();
+    let output = kernel.build();
+    assert_ended(&output, 125, "linux-source-6.12.tar.xz: ");
     assert_ended(
-        &kernel.build(),
+        &output,
         125,
-        "linux-source-6.12.tar.xz is damaged, remove",
+        "the file is damaged: remove the folder source",
     );
 }
 

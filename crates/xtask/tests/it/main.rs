@@ -1,7 +1,8 @@
 //! `cargo xtask lab` as a user calls it. Most tests put a script in the emulator's place. One runs
-//! a command in the emulated machine, if its packages have been fetched. [`two_hosts`] has a
-//! module.
+//! a command in the emulated machine, if its packages have been fetched. The other commands have
+//! modules.
 
+mod guest_linux;
 mod kernel;
 mod two_hosts;
 
@@ -134,10 +135,61 @@ fn a_machine_that_uses_up_its_time_is_ended() {
 }
 
 #[test]
-fn output_and_exit_code_are_those_of_the_command() {
+fn a_file_that_is_not_there_is_named_before_anything_is_built() {
+    let output = lab(&["--file", "/nonexistent/disk", "--", "cargo", "test", "none"])
+        .output()
+        .unwrap();
+    assert_ended(&output, 125, "no file or folder /nonexistent/disk");
+}
+
+#[test]
+fn files_are_in_the_archive_at_their_paths() {
+    let finds = "while [ \"$1\" != -initrd ]; do shift; done
+for word in guests/one/disk its-bytes; do
+    grep -q $word \"$2\" || { echo \"@@ lab cannot run: no $word\"; exit; }
+done
+echo '@@ lab cannot run: all found'";
+    let fetched = Fetched::new("files", &version_10(finds), "vmlinuz-6.12.1");
+    let folder = fetched.target.join("disks");
+    std::fs::create_dir_all(folder.join("one")).unwrap();
+    std::fs::write(folder.join("one/disk"), "its-bytes").unwrap();
+    let argument = format!("{}:/guests", folder.display());
+    let output = fetched.lab(&["--file", &argument, "--", "/bin/sh"]);
+    assert_ended(&output, 125, "all found");
+}
+
+/// The packages of the lab; `None` after a skip.
+fn packages() -> Option<PathBuf> {
     let packages = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../lab/root");
     let why = "nothing is fetched: run 'cargo xtask lab -- /bin/true' once";
-    if !packages.is_dir() && skip("lab", why) {
+    (packages.is_dir() || !skip("lab", why)).then_some(packages)
+}
+
+#[test]
+fn a_guest_and_its_tap_are_found_in_the_machine() {
+    if packages().is_none() {
+        return;
+    }
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("lab-guest");
+    std::fs::create_dir_all(folder.join("x86_64")).unwrap();
+    std::fs::write(folder.join("x86_64/bzImage"), "a kernel").unwrap();
+    let folder = folder.canonicalize().unwrap();
+    let argument = folder.to_str().unwrap();
+    let script = "cat $PAGEFERRY_GUEST_LINUX/x86_64/bzImage; \
+                  test -c /dev/net/tun && tunctl -t tap7 && truncate -s 1G $TMPDIR/disk";
+    let output = lab(&["--file", argument, "--", "/bin/sh", "-c", script])
+        .env("PAGEFERRY_GUEST_LINUX", &folder)
+        .output();
+    std::fs::remove_dir_all(&folder).unwrap();
+    let output = output.unwrap();
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(stdout, "a kerneltap7\n", "{output:?}");
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+}
+
+#[test]
+fn output_and_exit_code_are_those_of_the_command() {
+    if packages().is_none() {
         return;
     }
     let script = "echo \"it's $1\"; echo; cat /sys/module/kvm_amd/parameters/npt; exit 7";

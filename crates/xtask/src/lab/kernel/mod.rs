@@ -6,8 +6,8 @@
 //! what depends on it. Builds of several processes wait for each other.
 //!
 //! **Mechanism.** [`tree`] unpacks the source and keeps it patched. make builds into a folder
-//! beside it, with `allnoconfig` and the options of the series' file `config`. The series is
-//! stored with the build and compared.
+//! beside it, with `allnoconfig` and the options of a file of the series. The series is stored
+//! with the build and compared.
 //!
 //! **Neighbours.** [`packages`] fetches the source, the tools that the compiler needs beside it, and
 //! the compiler for another processor. [`super::machine`] boots a kernel of the lab, and
@@ -42,6 +42,8 @@ const TOOLS: [(&str, &str); 5] = [
 pub(crate) struct Target {
     /// The folder of its build in the cache.
     pub(crate) folder: &'static str,
+    /// The file with the options, in the folder of the series.
+    pub(crate) config: &'static str,
     /// The variable ARCH of make.
     pub(crate) arch: &'static str,
     /// What make builds.
@@ -63,6 +65,7 @@ pub(crate) struct Compiler {
 /// The kernel of the lab.
 const LAB: Target = Target {
     folder: "kernel",
+    config: "config",
     arch: "x86",
     goals: &["bzImage"],
     image: "arch/x86/boot/bzImage",
@@ -128,7 +131,7 @@ pub(crate) struct Build {
 impl Build {
     pub(crate) fn new(series: &Path, target: &'static Target) -> Result<Self, Error> {
         // A mistake in the series is found before anything is fetched.
-        let series = tree::Series::read(series)?;
+        let series = tree::Series::read(series, target.config)?;
         for (tool, package) in TOOLS {
             if !is_in_path(tool) {
                 return Err(Error::Failed(format!(
@@ -224,7 +227,15 @@ impl Build {
     fn check_configuration(&self) -> Result<(), Error> {
         let made = std::fs::read_to_string(self.built(".config"));
         let made = made.map_err(Error::io("read the configuration that make wrote"))?;
-        check_options("kernel", &made, self.series.options(), "config")
+        check_options("kernel", &made, self.series.options(), self.target.config)
+    }
+
+    /// The compiler of the kernel, which finds its tools.
+    pub(crate) fn gcc(&self) -> Command {
+        let prefix = self.target.compiler.map_or("", |compiler| compiler.prefix);
+        let mut gcc = Command::new(format!("{prefix}gcc"));
+        self.give_tools(&mut gcc);
+        gcc
     }
 
     /// Runs make in the tree. Its output is in a log.

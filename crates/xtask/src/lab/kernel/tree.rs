@@ -22,12 +22,13 @@ pub(super) struct Series {
 }
 
 impl Series {
-    pub(super) fn read(folder: &Path) -> Result<Self, Error> {
+    /// The patches of `folder`, with its file `config` as the configuration.
+    pub(super) fn read(folder: &Path, config: &str) -> Result<Self, Error> {
         let text = |file: &Path| {
             let text = std::fs::read_to_string(file);
             text.map_err(Error::io(format!("read {}", file.display())))
         };
-        let config = text(&folder.join("config"))?;
+        let config = text(&folder.join(config))?;
         let files = std::fs::read_dir(folder).map_err(Error::io("read the series"))?;
         let files = files.filter_map(|entry| Some(entry.ok()?.path()));
         let mut files: Vec<_> = files
@@ -108,7 +109,8 @@ pub(super) fn prepare(folder: &Path, archive: &Path, series: &Series) -> Result<
             .arg(archive);
         if let Err(why) = output(&mut tar)? {
             return Err(Error::Failed(format!(
-                "{} is damaged, remove the folder source beside the folder of the kernel: {why}",
+                "cannot unpack {}: {why}; if the disk has room, the file is damaged: remove the \
+                 folder source beside the folder of the kernel",
                 archive.display()
             )));
         }
