@@ -1,6 +1,7 @@
 //! The hooks of a VM's vCPU threads.
 
 use pageferry_addr::{Gpa, RamPage};
+use pageferry_devices::{MmioBus, Pc};
 use pageferry_guest::{Doorbell, Event};
 use pageferry_machine::{
     Access, DOORBELL_GPA, HookVerdict, Kicker, MachineError, Reset, VcpuHooks,
@@ -40,24 +41,35 @@ impl Faults for Resolver {
     }
 }
 
+/// The devices of a machine for a kernel.
+pub struct Board {
+    /// Those at the I/O ports of a PC.
+    pub pc: Option<Pc>,
+    /// The virtio devices.
+    pub bus: MmioBus,
+}
+
 /// The hooks of one VM.
 pub struct Hooks {
     faults: Option<Arc<dyn Faults>>,
     finished: AtomicU32,
     errors: AtomicU32,
     reset: OnceLock<Reset>,
+    /// The devices of a kernel.
+    board: Option<Board>,
 }
 
 impl Hooks {
-    /// Returns hooks that resolve faults by `faults`. A VM without `faults` must have no missing
-    /// pages.
+    /// Returns hooks that resolve faults by `faults`, and pass accesses on to the devices of
+    /// `board`. A VM without `faults` must have no missing pages.
     #[must_use]
-    pub fn new(faults: Option<Arc<dyn Faults>>) -> Self {
+    pub fn new(faults: Option<Arc<dyn Faults>>, board: Option<Board>) -> Self {
         Self {
             faults,
             finished: AtomicU32::new(0),
             errors: AtomicU32::new(0),
             reset: OnceLock::new(),
+            board,
         }
     }
 
@@ -71,6 +83,17 @@ impl Hooks {
     #[must_use]
     pub fn reset(&self) -> Option<Reset> {
         self.reset.get().copied()
+    }
+
+    /// Returns the devices of a kernel, if there are any.
+    #[must_use]
+    pub fn board(&self) -> Option<&Board> {
+        self.board.as_ref()
+    }
+
+    /// The devices at the I/O ports of a PC.
+    pub(crate) fn pc(&self) -> Option<&Pc> {
+        self.board()?.pc.as_ref()
     }
 
     /// Returns the number of errors that the guest has signalled, such as wrong pages.
@@ -94,7 +117,11 @@ impl VcpuHooks for Hooks {
         }
     }
 
-    fn mmio_write(&self, _vcpu: u32, gpa: Gpa, value: u64) -> HookVerdict {
+    fn mmio_write(&self, _vcpu: u32, gpa: Gpa, value: u64, size: u8) -> HookVerdict {
+        if let Some(board) = &self.board {
+            board.bus.mmio_write(gpa, value, size);
+            return HookVerdict::Resume;
+        }
         let event = (gpa == DOORBELL_GPA)
             .then(|| u32::try_from(value).ok())
             .flatten()
@@ -109,6 +136,32 @@ impl VcpuHooks for Hooks {
         // A store that is no signal is an error too.
         self.errors.fetch_add(1, Ordering::SeqCst);
         HookVerdict::Resume
+    }
+
+    fn mmio_read(&self, _vcpu: u32, gpa: Gpa, size: u8) -> u64 {
+        let read = |board: &Board| board.bus.mmio_read(gpa, size);
+        self.board.as_ref().map_or(0, read)
+    }
+
+    fn port_write(&self, vcpu: u32, port: u16, value: u32, size: u8) -> HookVerdict {
+        let Some(pc) = self.pc() else {
+            return HookVerdict::Resume;
+        };
+        pc.port_write(port, value, size);
+        match pc.ended() {
+            Some(end) => {
+                VcpuHooks::reset(self, vcpu, end);
+                HookVerdict::Park
+            }
+            None => HookVerdict::Resume,
+        }
+    }
+
+    fn port_read(&self, _vcpu: u32, port: u16, size: u8) -> u32 {
+        match self.pc() {
+            Some(pc) => pc.port_read(port, size),
+            None => u32::MAX,
+        }
     }
 
     /// Keeps the first end.

@@ -14,7 +14,7 @@
 mod hooks;
 mod vm;
 
-pub use hooks::{Faults, Hooks};
+pub use hooks::{Board, Faults, Hooks};
 pub use vm::{BootError, Vm, WaitError, deliveries_of, isa_of, start_of, verify, write_image};
 
 #[cfg(doctest)]

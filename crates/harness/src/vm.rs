@@ -1,11 +1,13 @@
 //! A machine, its threads and its hooks.
 
-use crate::hooks::{Faults, Hooks};
+use crate::hooks::{Board, Faults, Hooks};
 use pageferry_addr::PAGE_SIZE;
+use pageferry_devices::{MmioBus, Pc, VirtioDevice};
 use pageferry_guest::{Control, Isa, Program, Verdict, Workload};
 use pageferry_machine::{
-    AccessError, Backing, Delivery, Device, Engine, Linux, LinuxError, Machine, MachineError,
-    MachineSpec, NewMachine, Reset, StartState, Vcpu, VcpuThreads,
+    AccessError, Backing, Console, Cpuid, Delivery, Device, Engine, Linux, LinuxError, Machine,
+    MachineError, MachineSpec, NewMachine, Reset, StartMode, StartState, Vcpu, VcpuThreads,
+    soft::{self, SoftOptions},
 };
 use pageferry_migration::RunningVm;
 use std::sync::Arc;
@@ -98,11 +100,55 @@ impl Vm {
     /// # Errors
     /// When a thread does not start.
     pub fn start(new: NewMachine, faults: Option<Arc<dyn Faults>>) -> Result<Self, MachineError> {
-        let hooks = Arc::new(Hooks::new(faults));
-        let console = new.machine.console().cloned();
+        Self::with(new, faults, None)
+    }
+
+    /// Creates a paused machine on which a kernel of the engine's processor runs, with the devices
+    /// that it needs, and the virtio devices `devices`. On KVM, its vCPUs have this CPUID, or that
+    /// of the host.
+    ///
+    /// # Errors
+    /// The error of the engine.
+    pub fn create_for_linux(
+        engine: Engine,
+        spec: MachineSpec,
+        cpuid: Option<&Cpuid>,
+        faults: Option<Arc<dyn Faults>>,
+        devices: Vec<Box<dyn VirtioDevice>>,
+    ) -> Result<Self, MachineError> {
+        let (new, pc) = match engine {
+            Engine::Soft if devices.is_empty() => return Self::create(engine, spec, faults),
+            Engine::Soft => {
+                let options = SoftOptions {
+                    interrupts: true,
+                    ..SoftOptions::default()
+                };
+                (soft::create_with(spec, options)?, None)
+            }
+            Engine::Kvm => {
+                let new = pageferry_machine::create_pc(spec, cpuid)?;
+                let pc = Pc::new(&*new.machine)?;
+                (new, Some(pc))
+            }
+        };
+        let bus = MmioBus::new(&*new.machine, devices)?;
+        Self::with(new, faults, Some(Board { pc, bus }))
+    }
+
+    fn with(
+        new: NewMachine,
+        faults: Option<Arc<dyn Faults>>,
+        board: Option<Board>,
+    ) -> Result<Self, MachineError> {
+        let mut devices = new.machine.devices();
+        if let Some(Board { pc, bus }) = &board {
+            devices.extend(pc.iter().flat_map(Pc::devices));
+            devices.extend(bus.devices());
+        }
+        let hooks = Arc::new(Hooks::new(faults, board));
         Ok(Self {
             threads: VcpuThreads::start(new.vcpus, Arc::clone(&hooks) as _)?,
-            devices: console.into_iter().map(|console| console as _).collect(),
+            devices,
             machine: new.machine,
             hooks,
         })
@@ -125,12 +171,38 @@ impl Vm {
     /// [`BootError::Linux`] if it does not fit, or is for another machine.
     pub fn load_linux(&self, linux: &Linux<'_>) -> Result<(), BootError> {
         let vcpus = u32::try_from(self.threads.count()).unwrap_or(u32::MAX);
-        let start = linux.load(self.machine.ram(), vcpus)?;
+        let board = self.hooks.board();
+        let places = board.map_or(Vec::new(), |board| board.bus.places());
+        let ram = self.machine.ram();
+        let start = match self.hooks.pc().is_some() {
+            false => linux.load_with(ram, vcpus, &places)?,
+            #[cfg(target_arch = "x86_64")]
+            true => linux.load_pc(ram, vcpus, &places)?,
+            #[cfg(not(target_arch = "x86_64"))]
+            true => unreachable!("KVM's machines are for x86-64 hosts"),
+        };
         self.threads.with_vcpus(|vcpu| match vcpu.id() {
             0 => vcpu.set_start(&start),
             _ => Ok(()),
         })?;
+        self.renew_generation()?;
         Ok(())
+    }
+
+    /// Gives a VM that was saved a new generation, and tells its kernel. See
+    /// [`Pc::renew_generation`]. A VM without a PC has none.
+    ///
+    /// # Errors
+    /// As [`Pc::renew_generation`].
+    pub fn renew_generation(&self) -> Result<(), MachineError> {
+        self.hooks.pc().map_or(Ok(()), Pc::renew_generation)
+    }
+
+    /// Returns the guest's text console, if it has one.
+    #[must_use]
+    pub fn console(&self) -> Option<&Arc<Console>> {
+        let pc = self.hooks.pc();
+        pc.map(Pc::console).or_else(|| self.machine.console())
     }
 
     /// Returns how the guest has ended itself, if it has.
@@ -207,6 +279,7 @@ pub fn start_of(program: &Program, vcpu: u32) -> StartState {
         stack: start.stack,
         args: start.args,
         tables: start.tables,
+        mode: StartMode::User,
     }
 }
 

@@ -62,8 +62,8 @@ impl std::fmt::Debug for Orphan {
 }
 
 impl Orphan {
-    /// Reads a [record](crate::Incoming::record). The VM was not handed over, and lacks no page, until the
-    /// caller says so.
+    /// Reads a [record](crate::Incoming::record). The VM was not handed over, and lacks no page,
+    /// until the caller says so.
     ///
     /// # Errors
     /// [`MigrationError::Mismatch`] for bytes that are no record, [`MigrationError::Wire`] for

@@ -193,8 +193,8 @@ impl Orphan {
 }
 
 impl Incoming {
-    /// What another process needs to take this session over, should this one die when all that the
-    /// VM needs to run is loaded: see [`Orphan`]. The bytes have the session's secret.
+    /// The bytes by which another process takes this session over, should this one die when all
+    /// that the VM needs to run is loaded: see [`Orphan`]. The bytes have the session's secret.
     ///
     /// # Errors
     /// Never for an offer that has come: it was encoded once.

@@ -91,6 +91,12 @@ impl Supervisor<'_, '_, '_> {
             return Err(ProtocolError::SwitchOverTooEarly.into());
         }
         self.enter(Phase::SwitchOver);
+        // The states bring these pages, whatever has been said of them before.
+        let machine = self.guest.vm.machine;
+        let states = self.guest.loading.states.iter().flatten();
+        for page in states.flat_map(|state| machine.state_pages(state)) {
+            self.guest.core.pages.states.missing().clear(page);
+        }
         let found = self.guest.core.pages.missing();
         if found != announced.missing_pages {
             let announced = announced.missing_pages;

@@ -164,7 +164,15 @@ pub fn go_on(
     let outcome = fits(&orphan.setup, vm).map_err(failed).and_then(|_| {
         let pinned = Pinned::to(config.cpus.as_ref());
         let _pinned = pinned.map_err(|e| failed(e.into()))?;
-        attempt(vm, route, Ok(orphan), &config, session, observer)
+        attempt(
+            vm,
+            route,
+            &orphan.setup,
+            Some(orphan),
+            &config,
+            session,
+            observer,
+        )
     });
     session.forget();
     outcome.inspect_err(|_| observer.phase(Phase::Failed))
@@ -195,7 +203,7 @@ fn attempts(
     let channels = [config.bulk_channels, config.urgent_channels];
     let offer = offer(vm, guest, channels).map_err(failed)?;
     loop {
-        let outcome = attempt(vm, route, Err(&offer), config, session, observer);
+        let outcome = attempt(vm, route, &offer, None, config, session, observer);
         let busy = matches!(
             &outcome,
             Err(SourceFailure { vm: SourceVm::Runs, error }) if error.is_busy()
@@ -221,18 +229,19 @@ fn wait_for_next_attempt(session: &SourceSession) -> Result<(), MigrationError> 
     Ok(())
 }
 
-/// One session with the destination: that of another process, or a new one with an offer.
+/// One session with the destination: a new one, or that of another process.
 fn attempt(
     vm: &RunningVm<'_>,
     route: &Route,
-    orphan: Result<&Orphan, &Setup>,
+    offer: &Setup,
+    orphan: Option<&Orphan>,
     config: &SourceConfig,
     session: &SourceSession,
     observer: &dyn Observer,
 ) -> Result<SourceReport, SourceFailure> {
-    let (offer, place) = match orphan {
-        Ok(orphan) => (&orphan.setup, SourceVm::GivenUp),
-        Err(offer) => (offer, SourceVm::Runs),
+    let place = match orphan {
+        Some(_) => SourceVm::GivenUp,
+        None => SourceVm::Runs,
     };
     let early = |error| SourceFailure { vm: place, error };
     let ram = vm.machine.ram();
@@ -241,14 +250,15 @@ fn attempt(
     let ledger = Ledger::try_new(pages, channels).map_err(|e| early(e.into()))?;
     let dirty = PageBitmap::try_new(pages).map_err(|e| early(e.into()))?;
     let identity = match orphan {
-        Ok(orphan) => orphan.identity.clone(),
-        Err(_) => Identity::random()
+        Some(orphan) => orphan.identity.clone(),
+        None => Identity::random()
             .map_err(|e| early(MigrationError::os("cannot make a session's secret", e)))?,
     };
+    let session_record = record(&identity, offer).map_err(early)?;
     let protection = crate::handshake::protection(config.tls.as_ref(), config.plain)
         .map_err(|error| early(error.into()))?;
     let vcpus = vm.vcpus.count();
-    let tracking = match vm.machine.has_dirty_log() || orphan.is_ok() {
+    let tracking = match vm.machine.has_dirty_log() || orphan.is_some() {
         true => config.tracking,
         false => Tracking::Hash,
     };
@@ -276,7 +286,7 @@ fn attempt(
             config,
             session,
             offer,
-            identity: &identity,
+            session_record: &session_record,
             state: Source::new(setup::channel_ids(config)),
             shared: &shared,
             link: Connections {
@@ -308,8 +318,8 @@ fn attempt(
         };
         supervisor.limit_rates();
         match orphan {
-            Err(_) => supervisor.link.channels.dial_control(1),
-            Ok(orphan) => supervisor.go_on(orphan).map_err(early)?,
+            None => supervisor.link.channels.dial_control(1),
+            Some(orphan) => supervisor.go_on(orphan).map_err(early)?,
         }
         supervisor.run()
     })
@@ -320,7 +330,8 @@ struct Supervisor<'s, 'e, 'a> {
     config: &'a SourceConfig,
     session: &'a SourceSession,
     offer: &'a Setup,
-    identity: &'e Identity,
+    /// The bytes by which another process could go on.
+    session_record: &'e [u8],
     state: Source,
     shared: &'e Shared<'a>,
     link: Connections<'s, 'e, 'a>,
@@ -491,9 +502,8 @@ impl<'a> Supervisor<'_, '_, 'a> {
         if handed_over {
             // Before `Go`: another process must know of it.
             let missing = self.record.report.missing_at_start;
-            if let Ok(record) = record(self.identity, self.offer) {
-                self.record.observer.handing_over(&record, missing);
-            }
+            let observer = self.record.observer;
+            observer.handing_over(self.session_record, missing);
             // A loss that the session survives is no reason for its end.
             self.error = None;
         }

@@ -11,7 +11,8 @@
 //! 2. The devices stop. What they still complete goes to guest memory, or to a vCPU as an interrupt.
 //! 3. Memory is frozen, which waits for every write under way, also those of other threads.
 //! 4. The dirty log is harvested: it has all writes.
-//! 5. The states of vCPUs and devices are saved. Nothing changes them any more.
+//! 5. The states of vCPUs and devices are saved. Nothing changes them any more. Pages that are part
+//!    of a state travel with it, and with nothing else.
 
 use super::{Supervisor, Tracking};
 use crate::clock::{monotonic, monotonic_at};
@@ -71,6 +72,12 @@ impl Supervisor<'_, '_, '_> {
             })?;
         }
         let states = self.guest.vm.vcpus.save()?;
+        let machine = self.guest.vm.machine;
+        for page in states.iter().flat_map(|state| machine.state_pages(state)) {
+            if ledger.claim(page) {
+                ledger.acknowledge(page.index()..page.index() + 1);
+            }
+        }
         let saving = Instant::now();
         let devices = devices::save(self.guest.vm.devices)?;
         devices_took += saving.elapsed();

@@ -1,8 +1,10 @@
 //! Moves a running VM, on both engines and by every fault delivery, without losing a byte.
 
-use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, move_vm};
+use crate::support::{
+    LIMIT, WorkloadVm, create_pc, kvm_deliveries, kvm_usable, move_vm, move_vm_to,
+};
 use pageferry_addr::RamPage;
-use pageferry_machine::{Engine, MachineSpec, kvm};
+use pageferry_machine::{Backing, Delivery, Engine, MachineSpec, kvm};
 use pageferry_migration::{DestinationConfig, SourceConfig, Switch};
 use pageferry_testkit::skip;
 
@@ -178,6 +180,73 @@ fn a_kvm_vm_moves_by_several_userfaultfds_and_readers() {
                     ..DestinationConfig::default()
                 },
             });
+        }
+    }
+}
+
+/// KVM writes the guest's clock and steal time when a vCPU enters the guest.
+#[test]
+fn a_vm_moves_with_pages_that_kvm_itself_accesses() {
+    const NAME: &str = "a_vm_moves_with_pages_that_kvm_itself_accesses";
+    if !kvm_usable(NAME) {
+        return;
+    }
+    let named = kvm_deliveries(NAME).into_iter().map(Some);
+    let mut cases: Vec<_> = [None]
+        .into_iter()
+        .chain(named)
+        .map(|delivery| (Backing::Shmem, delivery))
+        .collect();
+    // Private memory has no second mapping.
+    cases.push((Backing::Anonymous, Some(Delivery::Missing)));
+    for (backing, delivery) in cases {
+        for passes in [0, 2] {
+            let spec = MachineSpec {
+                backing,
+                ..MachineSpec::new(1, 32 * MIB)
+            };
+            let source = WorkloadVm::on(create_pc(spec).unwrap()).boot();
+            source.threads.pause(LIMIT).unwrap();
+            // The guest's stack is at the end of its page.
+            let page = source.workload.memory_map().stack_page(0);
+            let mut states = source.threads.save().unwrap();
+            for (index, address) in [
+                (0x4b56_4d01, 1),
+                (0x4b56_4d03, 64 | 1),
+                (0x4b56_4d04, 128 | 1),
+            ] {
+                let entry = u64::to_le_bytes(index);
+                let at = states[0].0.windows(8).position(|bytes| bytes == entry);
+                let value = at.expect("the register travels") + 8;
+                let data: u64 = page.byte_offset() + address;
+                states[0].0[value..value + 8].copy_from_slice(&data.to_le_bytes());
+            }
+            source.threads.restore(&states).unwrap();
+            let states = source.threads.save().unwrap();
+            assert_eq!(source.machine.state_pages(&states[0]), [page]);
+            source.threads.resume();
+            let config = SourceConfig {
+                settings: Switch::AfterPasses(passes).into(),
+                ..SourceConfig::default()
+            };
+            let to = DestinationConfig {
+                delivery,
+                ..DestinationConfig::default()
+            };
+            let moved = move_vm_to(backing, source, &config, to);
+            let (sent, received) = (moved.sent.unwrap(), moved.received.unwrap());
+            let used = received.delivery.delivery;
+            assert!(delivery.is_some() || used == Delivery::Minor, "{used}");
+            let pages = moved.destination.ram().pages();
+            assert!(passes > 0 || sent.missing_at_start == pages - 1);
+            moved.destination.wait_progress(64);
+            moved.destination.threads.pause(LIMIT).unwrap();
+            // KVM has written into the page. The program leaves it zero.
+            let mut found = [0; 4096];
+            moved.destination.ram().try_read(page, &mut found).unwrap();
+            assert!(found[..32].iter().any(|byte| *byte != 0));
+            moved.destination.ram().try_write(page, &[0; 4096]).unwrap();
+            moved.destination.assert_verifies();
         }
     }
 }

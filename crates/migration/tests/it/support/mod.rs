@@ -4,7 +4,8 @@ use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Workload};
 use pageferry_harness::{Vm, isa_of, verify};
 use pageferry_machine::{
-    AccessError, Backing, Delivery, Engine, GuestRam, Machine, MachineSpec, NewMachine, RamRegion,
+    AccessError, Backing, Delivery, Engine, GuestRam, Machine, MachineError, MachineSpec,
+    NewMachine, RamRegion, kvm,
 };
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::Listener;
@@ -23,7 +24,7 @@ use std::time::Instant;
 
 /// Whether a test that needs KVM can run. A test that cannot says so, and fails where it must run.
 pub(crate) fn kvm_usable(test: &str) -> bool {
-    let missing = pageferry_machine::kvm::probe_vm().err();
+    let missing = kvm::probe_vm().err();
     !missing.is_some_and(|why| skip("kvm", format_args!("{test}: {why}")))
 }
 
@@ -170,6 +171,15 @@ impl WorkloadVm {
     }
 }
 
+/// A machine of KVM with interrupt controllers.
+pub(crate) fn create_pc(spec: MachineSpec) -> Result<NewMachine, MachineError> {
+    let options = kvm::KvmOptions {
+        irqchip: kvm::Irqchip::Kernel,
+        ..kvm::KvmOptions::default()
+    };
+    kvm::create_with(spec, options)
+}
+
 /// Listens on a free port.
 pub(crate) fn tcp() -> Listener {
     Listener::bind(&Address::Tcp {
@@ -248,12 +258,16 @@ pub(crate) fn try_receive_on(
         }
     };
     let offer = incoming.offer().clone();
-    let vm = WorkloadVm::empty_on(
+    let spec = MachineSpec {
         backing,
-        offer.kind.engine.as_str().parse().unwrap(),
-        offer.vcpus,
-        offer.memory_bytes,
-    );
+        ..MachineSpec::new(offer.vcpus, offer.memory_bytes)
+    };
+    let new = if offer.kind.state_format.as_str().starts_with("kvm-pc") {
+        create_pc(spec)
+    } else {
+        pageferry_machine::create(offer.kind.engine.as_str().parse().unwrap(), spec)
+    };
+    let vm = WorkloadVm::on(new.unwrap());
     let received = incoming.receive(&vm.running(), &vm.resolver, &late, &Unobserved);
     Some((vm, received))
 }
