@@ -7,6 +7,7 @@ use crate::exit::TABLE;
 use crate::pager::{PagerArgs, StoreArgs};
 use crate::snapshot::SnapshotArgs;
 use crate::tunnel::TunnelArgs;
+use crate::vm::DeviceArgs;
 use crate::{rate, size};
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -441,7 +442,7 @@ pub(crate) struct LimitArgs {
     pub(crate) give_up_after: Option<Duration>,
 }
 
-/// What a VM of Firecracker finds at its destination.
+/// The choices for a VM of Firecracker at its destination.
 #[derive(Debug, Args)]
 pub(crate) struct FirecrackerArgs {
     /// Of a VM of Firecracker, give this network interface of its configuration another tap device,
@@ -590,8 +591,9 @@ pub(crate) struct DemoArgs {
         value_name = "workload|linux"
     )]
     pub(crate) guest: DemoGuest,
-    /// With --guest linux: its kernel [default: Image in the folder PAGEFERRY_GUEST_LINUX, or in
-    /// target/guest-linux]
+    /// With --guest linux: its kernel, a bzImage for KVM or a riscv64 Image for the soft engine
+    /// [default: x86_64/bzImage or Image in the folder PAGEFERRY_GUEST_LINUX, or in
+    /// target/guest-linux. KVM comes first, where it runs kernels]
     #[arg(long, value_name = "FILE", requires = "initrd")]
     pub(crate) kernel: Option<PathBuf>,
     /// With --guest linux: its initial RAM disk [default: initrd.gz in the same folder]
@@ -679,6 +681,8 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) kernel: KernelArgs,
     #[command(flatten)]
+    pub(crate) devices: DeviceArgs,
+    #[command(flatten)]
     pub(crate) backing: BackingArgs,
     #[command(flatten)]
     pub(crate) place: PlaceArgs,
@@ -722,6 +726,8 @@ pub(crate) struct RestoreArgs {
     /// Print the figures as one JSON object at the end
     #[arg(long, requires = "for_vmm")]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) devices: DeviceArgs,
     #[command(flatten)]
     pub(crate) stores: StoreArgs,
     #[command(flatten)]
@@ -779,18 +785,29 @@ pub(crate) struct PlaceArgs {
 /// Linux instead of the test program.
 #[derive(Debug, Args)]
 pub(crate) struct KernelArgs {
-    /// Run this kernel instead of the test program: an uncompressed riscv64 Image, built for
-    /// RV64IMA without C and F. It runs on the soft engine. Its console is that of the SBI
-    /// extension DBCN (hvc0; in an early boot `earlycon=sbi`). The legacy SBI console is not
-    /// served: a kernel that has no other boots in silence
+    /// Run this kernel instead of the test program. An x86-64 bzImage, or a vmlinux with
+    /// CONFIG_PVH, runs on KVM; its console is the first serial port (ttyS0). An uncompressed
+    /// riscv64 Image, built for RV64IMA without C and F, runs on the soft engine. Its console is
+    /// that of the SBI extension DBCN (hvc0; in an early boot `earlycon=sbi`). The legacy SBI
+    /// console is not served: a kernel that has no other boots in silence
     #[arg(long, value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
     /// The kernel's initial RAM disk
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub(crate) initrd: Option<PathBuf>,
-    /// The kernel's command line [default: console=hvc0]
+    /// The kernel's command line [default: console=ttyS0 on KVM, else console=hvc0]
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     pub(crate) cmdline: Option<String>,
+    /// The CPU that an x86-64 kernel sees: host, a level of the x86-64 psABI (x86-64-v2 or
+    /// x86-64-v3), or a file. The host must support the level. A level hides features beyond it.
+    /// SMEP, SMAP, NX, the controls of speculation and invariant TSC stay as the host has them. A
+    /// file has lines `LEAF SUBLEAF EAX EBX ECX EDX` in hexadecimal, and # begins a comment. The
+    /// guest sees the host's features that are in the file. The CPUID of the oldest host serves. A
+    /// migration takes the result along: a destination that lacks a feature refuses. With `,poison`
+    /// behind it, KVM's steal time and what relies on it is hidden: a destination with --delivery
+    /// poison takes no other guest with a kernel [default: host]
+    #[arg(long, value_name = "MODEL|FILE[,poison]", requires = "kernel")]
+    pub(crate) cpu: Option<PathBuf>,
     /// The kernel's console: a file, or - for this terminal. All keys go to the guest, Ctrl-C
     /// too; Ctrl-] does what Ctrl-C does elsewhere. Text is dropped while its reader takes nothing
     /// for a second [default: -, or none with --detach]
@@ -858,6 +875,8 @@ pub(crate) struct ReceiveArgs {
     /// Ctrl-C does elsewhere. Without it, `pageferry console` shows the newest 64 KiB of text
     #[arg(long, value_name = "FILE|-", value_parser = console)]
     pub(crate) console: Option<ConsoleTarget>,
+    #[command(flatten)]
+    pub(crate) devices: DeviceArgs,
     #[command(flatten)]
     pub(crate) delivery: DeliveryArgs,
     /// Allocate memory only when pages arrive. This saves memory, and makes each stall longer

@@ -174,9 +174,10 @@ impl From<MachineError> for Failure {
 /// The class of an engine's error.
 pub(crate) fn of_machine(error: &MachineError) -> Exit {
     match error {
-        MachineError::Layout(_) | MachineError::Readers(_) | MachineError::Userfaultfds { .. } => {
-            Exit::Usage
-        }
+        MachineError::Layout(_)
+        | MachineError::Cpu(_)
+        | MachineError::Readers(_)
+        | MachineError::Userfaultfds { .. } => Exit::Usage,
         MachineError::EngineUnavailable(_) => Exit::Engine,
         MachineError::NoDelivery(_) | MachineError::NoBacking(_) => Exit::Delivery,
         MachineError::Guest { .. } => Exit::Guest,

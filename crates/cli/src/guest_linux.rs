@@ -1,6 +1,7 @@
 //! The files of the Linux guest that `cargo xtask guest-linux` builds.
 
 use crate::exit::{Exit, Failure};
+use pageferry_machine::Engine;
 use std::path::{Path, PathBuf};
 
 /// The environment variable that names the folder.
@@ -17,22 +18,35 @@ pub(crate) struct GuestLinux {
     pub(crate) initrd: PathBuf,
 }
 
-/// Finds the guest's files: the two that are named, else those in the folder that the environment
-/// names, else those of the build.
+/// Finds the files of the guest for `engine`: the two that are named, else those in the folder that
+/// the environment names, else those of the build.
 ///
 /// # Errors
 /// [`Exit::Usage`] if there are none.
-pub(crate) fn find(kernel: Option<&Path>, initrd: Option<&Path>) -> Result<GuestLinux, Failure> {
+pub(crate) fn find(
+    engine: Engine,
+    kernel: Option<&Path>,
+    initrd: Option<&Path>,
+) -> Result<GuestLinux, Failure> {
     let named = std::env::var_os(VARIABLE).filter(|folder| !folder.is_empty());
     let folder = named.map_or_else(|| PathBuf::from(FOLDER), PathBuf::from);
-    find_in(&folder, kernel, initrd)
+    find_in(&folder, engine, kernel, initrd)
 }
 
 fn find_in(
     folder: &Path,
+    engine: Engine,
     kernel: Option<&Path>,
     initrd: Option<&Path>,
 ) -> Result<GuestLinux, Failure> {
+    let (folder, image, build) = match engine {
+        Engine::Soft => (folder.to_owned(), "Image", "cargo xtask guest-linux"),
+        Engine::Kvm => (
+            folder.join("x86_64"),
+            "bzImage",
+            "cargo xtask guest-linux --arch x86_64",
+        ),
+    };
     let file = |named: Option<&Path>, name| {
         let path = named.map_or_else(|| folder.join(name), Path::to_owned);
         match path.is_file() {
@@ -40,15 +54,15 @@ fn find_in(
             false => Err(Failure::new(
                 Exit::Usage,
                 format!(
-                    "there is no Linux guest: {} is not a file; build one with `cargo xtask \
-                     guest-linux`, or name its folder by {VARIABLE}",
+                    "there is no Linux guest: {} is not a file; build one with `{build}`, or name \
+                     its folder by {VARIABLE}",
                     path.display()
                 ),
             )),
         }
     };
     Ok(GuestLinux {
-        kernel: file(kernel, "Image")?,
+        kernel: file(kernel, image)?,
         initrd: file(initrd, "initrd.gz")?,
     })
 }
@@ -61,18 +75,19 @@ mod tests {
     fn named_files_come_before_the_folder() {
         let folder = std::env::temp_dir().join(format!("guest-linux-{}", std::process::id()));
         std::fs::create_dir(&folder).expect("a fresh folder");
-        let absent = find_in(&folder, None, None).expect_err("it is empty");
-        assert_eq!(absent.exit, Exit::Usage);
-        assert!(
-            absent.message.contains("cargo xtask guest-linux"),
-            "{absent}"
-        );
+        for (engine, file) in [(Engine::Soft, "/Image"), (Engine::Kvm, "/x86_64/bzImage")] {
+            let absent = find_in(&folder, engine, None, None).expect_err("it is empty");
+            assert_eq!(absent.exit, Exit::Usage);
+            for words in [file, "cargo xtask guest-linux"] {
+                assert!(absent.message.contains(words), "{absent}");
+            }
+        }
         let files = ["Image", "initrd.gz", "own"].map(|name| folder.join(name));
         for file in &files {
             std::fs::write(file, "x").expect("written");
         }
         let [kernel, initrd, own] = files;
-        let found = |named: Option<&Path>| find_in(&folder, named, None).ok();
+        let found = |named: Option<&Path>| find_in(&folder, Engine::Soft, named, None).ok();
         let both = GuestLinux { kernel, initrd };
         assert_eq!(found(None), Some(both.clone()));
         assert_eq!(

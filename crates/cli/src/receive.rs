@@ -16,9 +16,9 @@ use crate::progress::{Display, Feed, Rates};
 use crate::report::{Conditions, Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
-use crate::vm::{GuestDescription, PAUSE_LIMIT, Vm, check_backing};
+use crate::vm::{Disks, GuestDescription, PAUSE_LIMIT, Vm, check_backing};
 use crate::{detach, size, sockets};
-use pageferry_machine::{EngineChoice, kvm};
+use pageferry_machine::{CpuModel, Delivery, EngineChoice, kvm};
 use pageferry_migration::{
     ChannelError, Destination, DestinationConfig, DestinationFailure, DestinationReport,
     DestinationVm, Incoming, Listener, MigrationError, Offer, Quota, Resolver, Stranger,
@@ -44,6 +44,10 @@ pub(crate) fn receive(
     Vmm::check(args.for_vmm.as_ref(), args)?;
     // A host that lacks the backing takes no VM at all.
     args.backing.backing.check(0)?;
+    match &args.for_vmm {
+        Some(_) => args.devices.check_none("a VM of another VMM")?,
+        None => args.devices.check_disks()?,
+    }
     let (host, jobs) = Host::new();
     let (control, name) = (args.place.control.as_deref(), args.place.name.as_deref());
     let server = sockets::path_for(control, name).and_then(|path| {
@@ -377,20 +381,37 @@ fn build(incoming: &Incoming, args: &ReceiveArgs) -> Result<(Arc<Vm>, Arc<Resolv
     };
     check_limits(incoming.offer(), args)?;
     let guest = GuestDescription::of_offer(incoming.offer())?;
+    if let Some(cpuid) = &guest.cpuid {
+        kvm::check_cpuid(cpuid, guest.vcpus).map_err(|e| refused(e.into()))?;
+    }
+    if guest.is_pc() && args.delivery.options().delivery == Some(Delivery::Poison) {
+        let of_host = || kvm::cpuid_of(&CpuModel::default(), guest.vcpus);
+        let cpuid = guest.cpuid.clone().map_or_else(of_host, Ok);
+        let fits = cpuid.and_then(|cpuid| kvm::check_forced_poison(&cpuid));
+        fits.map_err(|e| refused(e.into()))?;
+    }
+    if guest.is_pc() {
+        // It would crawl here, and not even boot.
+        kvm::probe_kernels()?;
+    }
     check_backing(&args.backing, &guest, 1).map_err(refused)?;
     let backing = args.backing.backing;
     let resolver = Resolver::new();
     // No probe VM is run first: beside a busy source on the same host it could exceed its time
     // limit.
-    let vm = Vm::create(&guest, backing, Some(Arc::clone(&resolver))).map_err(|failure| {
-        let why = pageferry_machine::select(EngineChoice::Only(guest.engine())).err();
-        match why.map(Failure::from) {
-            Some(why) if why.exit == Exit::Engine => {
-                why.and("the source can run its VM with --engine soft")
+    let devices = guest
+        .open_devices(&args.devices, Disks::Elsewhere)
+        .map_err(refused)?;
+    let vm =
+        Vm::create(&guest, backing, Some(Arc::clone(&resolver)), devices).map_err(|failure| {
+            let why = pageferry_machine::select(EngineChoice::Only(guest.engine())).err();
+            match why.map(Failure::from) {
+                Some(why) if why.exit == Exit::Engine => {
+                    why.and("the source can run its VM with --engine soft")
+                }
+                _ => refused(failure),
             }
-            _ => refused(failure),
-        }
-    })?;
+        })?;
     vm.check_delivery(args.delivery.options())
         .map_err(refused)?;
     Ok((Arc::new(vm), resolver))

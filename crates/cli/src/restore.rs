@@ -14,7 +14,7 @@ use crate::pager::of_restore;
 use crate::run::{Keeping, Owner};
 use crate::signals::Interrupts;
 use crate::sockets;
-use crate::vm::{GuestDescription, Vm, check_backing};
+use crate::vm::{Disks, GuestDescription, Vm, check_backing};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::Backing;
 use pageferry_migration::{MAX_SAVED_BYTES, SavedVm, read_regular_file};
@@ -56,13 +56,15 @@ pub(crate) fn restore(
     if let Some(target) = &args.snapshot_to {
         check_target(target)?;
     }
+    let devices = guest.open_devices(&args.devices, Disks::Ours)?;
     let owner = Owner::start(&args.place, &args.metrics)?;
-    let vm = Vm::create(&guest, Backing::Anonymous, None)?;
+    let vm = Vm::create(&guest, Backing::Anonymous, None, devices)?;
     // The pager must not end before its VM.
     let mut memory = None;
     let load = |vm: &Vm| {
         memory = Some(Memory::start(args, vm)?);
-        Ok(saved.load(&vm.running())?)
+        saved.load(&vm.running())?;
+        vm.renew_generation()
     };
     let keeping = Keeping {
         console: args.console.as_ref(),

@@ -7,16 +7,13 @@ use crate::exit::{Exit, Failure};
 use crate::host::{Activity, Ended, Host, HostService, Jobs, check_target};
 use crate::output;
 use crate::signals::Interrupts;
-use crate::vm::{GuestDescription, Vm, check_backing};
+use crate::vm::{Devices, Disks, GuestDescription, Vm, check_backing};
 use crate::{detach, size, sockets};
-use pageferry_machine::{Engine, EngineChoice, Linux};
+use pageferry_machine::{CpuModel, Engine, EngineChoice, Linux, kvm};
 use pageferry_migration::read_regular_file;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// The kernel's command line if the user gives none.
-const COMMAND_LINE: &str = "console=hvc0";
 
 /// Runs a VM until it has left, has shut down, or somebody asks for its end. When it runs, a
 /// `detached` process leaves the command that started it.
@@ -26,10 +23,16 @@ const COMMAND_LINE: &str = "console=hvc0";
 pub(crate) fn run(args: &RunArgs, detached: bool, interrupts: &Interrupts) -> Result<(), Failure> {
     let (vcpus, memory) = (args.machine.vcpus, args.machine.memory);
     let kernel = Kernel::of_args(&args.kernel, memory)?;
-    let (guest, because) = match &kernel {
-        Some(_) => {
-            let because = engine_for_linux(args.machine.engine, "--kernel")?;
-            (GuestDescription::linux(vcpus, memory), because.into())
+    let (mut guest, because) = match &kernel {
+        Some(kernel) => {
+            let model = args.kernel.cpu.as_deref().map(|cpu| kernel.cpu_model(cpu));
+            let model = model.transpose()?;
+            let (engine, because) = kernel.engine(args.machine.engine)?;
+            let mut guest = GuestDescription::linux(engine, vcpus, memory);
+            if let Some(model) = model {
+                guest.cpuid = Some(kvm::cpuid_of(&model, vcpus)?);
+            }
+            (guest, because)
         }
         None => {
             let (engine, because) = pageferry_machine::select(args.machine.engine)?;
@@ -37,13 +40,22 @@ pub(crate) fn run(args: &RunArgs, detached: bool, interrupts: &Interrupts) -> Re
         }
     };
     guest.workload()?;
+    if kernel.is_none() {
+        args.devices.check_none("the test program")?;
+    }
     check_backing(&args.backing, &guest, 1)?;
     let backing = args.backing.backing;
     if let Some(directory) = &args.snapshot_to {
         check_target(directory)?;
     }
     let owner = Owner::start(&args.place, &args.metrics)?;
-    let vm = Vm::create(&guest, backing, None)?;
+    // A guest of the soft engine has an interrupt controller only for devices that the user named.
+    let devices = match guest.is_pc() || !args.devices.is_empty() {
+        true => args.devices.open(Disks::Ours)?,
+        false => Devices::default(),
+    };
+    guest.devices.clone_from(&devices.kinds);
+    let vm = Vm::create(&guest, backing, None, devices)?;
     // The guest has its own copies of the files.
     let load = |vm: &Vm| match kernel {
         Some(kernel) => vm.load_linux(&kernel.linux()),
@@ -118,7 +130,7 @@ impl Owner {
         interrupts: &Interrupts,
     ) -> Result<(), Failure> {
         let vm = Arc::new(vm);
-        let guest = *vm.guest();
+        let guest = vm.guest();
         let target = match how.console {
             Some(target) => Some(target),
             None => (!how.detached).then_some(&ConsoleTarget::Stdio),
@@ -162,34 +174,18 @@ impl Owner {
     }
 }
 
-/// The reason why the soft engine runs Linux, which the user asked for by `flag`.
-///
-/// # Errors
-/// [`Exit::Usage`] for another engine.
-pub(crate) fn engine_for_linux(choice: EngineChoice, flag: &str) -> Result<&'static str, Failure> {
-    match choice {
-        EngineChoice::Auto => Ok("it runs riscv64 kernels"),
-        EngineChoice::Only(Engine::Soft) => Ok("it was requested"),
-        EngineChoice::Only(Engine::Kvm) => Err(Failure::new(
-            Exit::Usage,
-            format!(
-                "{flag} takes a riscv64 kernel, which runs on the soft engine: leave out --engine, or use --engine soft"
-            ),
-        )),
-    }
-}
-
 /// A kernel's files.
 pub(crate) struct Kernel {
     kernel: Vec<u8>,
     initrd: Option<Vec<u8>>,
-    command_line: String,
+    /// The user's choice.
+    command_line: Option<String>,
 }
 
 impl Kernel {
     /// Reads the files that the user named, if any.
     fn of_args(args: &KernelArgs, memory: u64) -> Result<Option<Self>, Failure> {
-        let command_line = args.cmdline.as_deref().unwrap_or(COMMAND_LINE);
+        let command_line = args.cmdline.as_deref();
         let read = |kernel| Self::read(kernel, args.initrd.as_deref(), command_line, memory);
         args.kernel.as_deref().map(read).transpose()
     }
@@ -201,7 +197,7 @@ impl Kernel {
     pub(crate) fn read(
         kernel: &Path,
         initrd: Option<&Path>,
-        command_line: &str,
+        command_line: Option<&str>,
         memory: u64,
     ) -> Result<Self, Failure> {
         Ok(Self {
@@ -209,16 +205,98 @@ impl Kernel {
             initrd: initrd
                 .map(|initrd| read("initrd", initrd, memory))
                 .transpose()?,
-            command_line: command_line.to_owned(),
+            command_line: command_line.map(str::to_owned),
         })
+    }
+
+    /// Whether the kernel is one for x86-64.
+    fn is_for_pc(&self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return pageferry_machine::is_pc_kernel(&self.kernel);
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
+    /// The CPU model that the user named.
+    ///
+    /// # Errors
+    /// [`Exit::Usage`] if there is none, or the kernel is for another processor.
+    fn cpu_model(&self, cpu: &Path) -> Result<CpuModel, Failure> {
+        let usage = |why: String| Failure::new(Exit::Usage, why);
+        if !self.is_for_pc() {
+            return Err(usage("--cpu is for x86-64 kernels: leave it out".into()));
+        }
+        if let Some(model) = cpu.to_str().and_then(|cpu| cpu.strip_suffix(",poison")) {
+            return self.cpu_model(Path::new(model)).map(CpuModel::for_poison);
+        }
+        if let Some(model) = cpu.to_str().and_then(CpuModel::named) {
+            return Ok(model);
+        }
+        let path = cpu.display();
+        let bytes = read_regular_file(cpu, CpuModel::MAX_TEXT_BYTES).map_err(|e| {
+            usage(format!(
+                "cannot read the CPU model {path}: {e}; expected host, x86-64-v2, x86-64-v3 or a file"
+            ))
+        })?;
+        let unusable = |why: &dyn std::fmt::Display| {
+            usage(format!("the CPU model {path} is not usable: {why}"))
+        };
+        let text = std::str::from_utf8(&bytes).map_err(|e| unusable(&e))?;
+        CpuModel::from_text(text).map_err(|e| unusable(&e))
+    }
+
+    /// The engine that runs it, with the reason.
+    ///
+    /// # Errors
+    /// [`Exit::Usage`] if the user chose another, [`Exit::Engine`] if KVM runs no kernels here.
+    pub(crate) fn engine(&self, choice: EngineChoice) -> Result<(Engine, String), Failure> {
+        if !self.is_for_pc() {
+            return match choice {
+                EngineChoice::Auto => Ok((Engine::Soft, "it runs riscv64 kernels".into())),
+                EngineChoice::Only(Engine::Soft) => Ok((Engine::Soft, "it was requested".into())),
+                EngineChoice::Only(Engine::Kvm) => Err(Failure::new(
+                    Exit::Usage,
+                    "the kernel is for riscv64, and runs on the soft engine: leave out --engine, \
+                     or give KVM a bzImage",
+                )),
+            };
+        }
+        if choice == EngineChoice::Only(Engine::Soft) {
+            return Err(Failure::new(
+                Exit::Usage,
+                "the kernel is for x86-64, and runs on KVM: leave out --engine, or give a riscv64 \
+                 Image to the soft engine",
+            ));
+        }
+        kvm::probe_vm()?;
+        kvm::probe_kernels().map_err(|why| {
+            let why = Failure::from(why);
+            let soft = "a riscv64 Image runs on the soft engine of any host";
+            Failure::new(why.exit, format!("{}; {soft}", why.message))
+        })?;
+        Ok((Engine::Kvm, "it runs x86-64 kernels".into()))
+    }
+
+    /// The argument by which the kernel finds its console.
+    fn console(&self) -> &'static str {
+        match self.is_for_pc() {
+            true => "console=ttyS0",
+            false => "console=hvc0",
+        }
+    }
+
+    /// Sets the command line: the console, and `more`.
+    pub(crate) fn set_arguments(&mut self, more: &str) {
+        self.command_line = Some(format!("{} {more}", self.console()));
     }
 
     /// The files, for a machine that boots them.
     pub(crate) fn linux(&self) -> Linux<'_> {
+        let console = self.console();
         Linux {
             kernel: &self.kernel,
             initrd: self.initrd.as_deref(),
-            command_line: &self.command_line,
+            command_line: self.command_line.as_deref().unwrap_or(console),
         }
     }
 }

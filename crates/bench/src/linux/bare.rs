@@ -8,7 +8,7 @@ use dynasmrt::riscv::RiscvRelocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
 use pageferry_addr::Gpa;
 use pageferry_hypervisor::hart::TIMEBASE_HZ;
-use pageferry_machine::{Engine, MachineSpec, StartState};
+use pageferry_machine::{Engine, MachineSpec, StartMode, StartState};
 use std::time::{Duration, Instant};
 
 /// The instructions of a round.
@@ -47,6 +47,7 @@ impl Conditions<'_> {
             stack: 0,
             args: [0; 2],
             tables: Gpa(0),
+            mode: StartMode::User,
         };
         vm.threads.with_vcpus(|vcpu| vcpu.set_start(&state))?;
         vm.threads.resume();

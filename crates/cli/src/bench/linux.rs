@@ -7,6 +7,7 @@ use crate::guest_linux;
 use crate::output;
 use crate::signals::Interrupts;
 use pageferry_bench::linux::LinuxSetting;
+use pageferry_machine::Engine;
 
 /// Measures and prints the rows.
 ///
@@ -21,7 +22,11 @@ pub(super) fn linux(flags: &LinuxFlags) -> Result<(), Failure> {
 }
 
 fn setting(flags: &LinuxFlags) -> Result<LinuxSetting, Failure> {
-    let guest = guest_linux::find(flags.kernel.as_deref(), flags.initrd.as_deref())?;
+    let guest = guest_linux::find(
+        Engine::Soft,
+        flags.kernel.as_deref(),
+        flags.initrd.as_deref(),
+    )?;
     let rounds = if flags.quick { 1 } else { LinuxSetting::ROUNDS };
     Ok(LinuxSetting {
         executable: executable()?,

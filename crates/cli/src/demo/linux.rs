@@ -12,29 +12,54 @@ use crate::progress::Feed;
 use crate::report::{GuestView, ns};
 use crate::run::Kernel;
 use crate::signals::Interrupts;
-use crate::vm::Vm;
+use crate::vm::{Vm, engine_that_receives};
+use pageferry_machine::{Engine, EngineChoice, kvm};
 use pageferry_migration::monotonic;
 use std::time::{Duration, Instant};
 
-/// The kernel's command line: the load, and no messages that are no complaints.
-const COMMAND_LINE: &str = "console=hvc0 panic=-1 quiet pf=load";
+/// The kernel's arguments: the load, and no messages that are no complaints.
+const ARGUMENTS: &str = "panic=-1 quiet pf=load";
 /// The time limit for the guest to do all kinds of its work, before the move and again after it.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// Reads the guest's files.
+/// Reads the guest's files, and chooses the engine that runs it, with the reason.
 ///
 /// # Errors
-/// [`Exit::Usage`] if there are none.
-pub(super) fn kernel(args: &DemoArgs) -> Result<Kernel, Failure> {
+/// [`Exit::Usage`] if there are none, and the errors of [`Kernel::engine`].
+pub(super) fn kernel(args: &DemoArgs) -> Result<(Kernel, Engine, String), Failure> {
     if args.corrupt_page {
         return Err(Failure::new(
             Exit::Usage,
             "--corrupt-page changes a page of the test program: leave out --guest linux",
         ));
     }
-    let found = guest_linux::find(args.kernel.as_deref(), args.initrd.as_deref())?;
-    let memory = args.machine.memory;
-    Kernel::read(&found.kernel, Some(&found.initrd), COMMAND_LINE, memory)
+    let (named, choice) = (args.kernel.as_deref(), args.machine.engine);
+    let find = |engine| guest_linux::find(engine, named, args.initrd.as_deref());
+    // KVM, or the reason against it. Files that the user named decide it themselves.
+    let (wanted, against) = match choice {
+        EngineChoice::Only(engine) => (engine, None),
+        EngineChoice::Auto if named.is_some() => (Engine::Kvm, None),
+        EngineChoice::Auto => match engine_that_receives(choice)? {
+            (Engine::Soft, why) => (Engine::Soft, Some(why)),
+            (Engine::Kvm, _) => {
+                let runs = kvm::probe_kernels().map_err(Failure::from);
+                match runs.and_then(|()| find(Engine::Kvm)) {
+                    Ok(_) => (Engine::Kvm, None),
+                    Err(why) => (Engine::Soft, Some(why.message)),
+                }
+            }
+        },
+    };
+    let files = find(wanted)?;
+    let mut kernel = Kernel::read(
+        &files.kernel,
+        Some(&files.initrd),
+        None,
+        args.machine.memory,
+    )?;
+    kernel.set_arguments(ARGUMENTS);
+    let (engine, because) = kernel.engine(choice)?;
+    Ok((kernel, engine, against.unwrap_or(because)))
 }
 
 /// What is heard of a guest that runs here.
@@ -51,7 +76,7 @@ impl Here {
     /// # Errors
     /// When the host has no room for a thread.
     pub(super) fn listen(vm: &Vm, child: &mut Child) -> Result<Self, Failure> {
-        let console = vm.console().expect("a soft machine has a console");
+        let console = vm.console().expect("Linux has a console");
         Ok(Self {
             console: Listener::of_console(console)?,
             there: Listener::of_pipe(child.console())?,

@@ -18,10 +18,10 @@ use crate::host::{
 use crate::output;
 use crate::progress::{Display, Feed, Rates};
 use crate::report::{self, Conditions, Report, Sent};
-use crate::run::engine_for_linux;
+use crate::run::Kernel;
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
-use crate::vm::{GuestDescription, Vm, check_backing, engine_that_receives};
+use crate::vm::{Devices, GuestDescription, Vm, check_backing, engine_that_receives};
 use child::Child;
 use pageferry_migration::{
     Limits, Observer, Phase, Settings, SourceConfig, SourceReport, SourceSession, SourceVm,
@@ -97,17 +97,13 @@ fn check_report_path(path: &Path) -> Result<(), Failure> {
 fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Report, Failure> {
     let settings = args.settings();
     let settings = settings.map_err(|why| Failure::new(Exit::Usage, why))?;
-    let (guest, because) = describe(args)?;
+    let (guest, kernel, because) = describe(args)?;
     guest.workload()?;
-    let kernel = match args.guest {
-        DemoGuest::Workload => None,
-        DemoGuest::Linux => Some(linux::kernel(args)?),
-    };
     let engine = guest.engine();
     let backing = args.backing.backing;
     check_backing(&args.backing, &guest, 2)?;
     feed.step(format!("start on {engine}"));
-    let vm = Arc::new(Vm::create(&guest, backing, None)?);
+    let vm = Arc::new(Vm::create(&guest, backing, None, Devices::default())?);
     vm.check_delivery(args.delivery.options())?;
     let mut child = Child::start(args, engine, interrupts)?;
     let mut linux = match &kernel {
@@ -180,12 +176,13 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
     })
 }
 
-/// The guest, and the reason for its engine.
-fn describe(args: &DemoArgs) -> Result<(GuestDescription, String), Failure> {
+/// The guest, the kernel if it is Linux, and the reason for its engine.
+fn describe(args: &DemoArgs) -> Result<(GuestDescription, Option<Kernel>, String), Failure> {
     let (vcpus, memory) = (args.machine.vcpus, args.machine.memory);
     if args.guest == DemoGuest::Linux {
-        let because = engine_for_linux(args.machine.engine, "--guest linux")?;
-        return Ok((GuestDescription::linux(vcpus, memory), because.into()));
+        let (kernel, engine, because) = linux::kernel(args)?;
+        let guest = GuestDescription::linux(engine, vcpus, memory);
+        return Ok((guest, Some(kernel), because));
     }
     if args.kernel.is_some() {
         return Err(Failure::new(
@@ -197,7 +194,7 @@ fn describe(args: &DemoArgs) -> Result<(GuestDescription, String), Failure> {
         None => engine_that_receives(args.machine.engine)?,
         Some(_) => pageferry_machine::select(args.machine.engine)?,
     };
-    Ok((GuestDescription::new(engine, vcpus, memory), because))
+    Ok((GuestDescription::new(engine, vcpus, memory), None, because))
 }
 
 /// The pages that the vCPUs of the test program have written.

@@ -60,6 +60,29 @@ pub(super) fn kvm() -> Finding {
     }
 }
 
+/// Whether KVM runs kernels, by running code in ring 0.
+pub(super) fn kernels() -> Finding {
+    let why = kvm::probe_kernels().err();
+    Finding {
+        name: "kernels",
+        state: if why.is_none() {
+            Grade::Good
+        } else {
+            Grade::Limited
+        },
+        means: if why.is_none() {
+            "engine kvm runs ordinary Linux: `pageferry run --kernel bzImage`".into()
+        } else {
+            "engine kvm runs test programs only; engine soft runs riscv64 Linux".into()
+        },
+        found: why.map_or_else(
+            || "code in ring 0 runs as fast as code in ring 3".into(),
+            |why| why.to_string(),
+        ),
+        advice: None,
+    }
+}
+
 /// The dirty log of KVM: rings for large VMs, or bitmaps only.
 pub(super) fn dirty_log() -> Finding {
     let entries = kvm::dirty_ring_entries();

@@ -102,8 +102,9 @@ pub(crate) fn probe(args: &ProbeArgs) -> Result<(), Failure> {
 type Trial = (&'static str, fn() -> Finding);
 
 /// The trials beside that of the system calls.
-const TRIALS: [Trial; 12] = [
+const TRIALS: [Trial; 13] = [
     ("kvm", kernel::kvm),
+    ("kernels", kernel::kernels),
     ("dirty-log", kernel::dirty_log),
     ("userfaultfd", kernel::userfaultfd),
     ("kvm-userfault", kernel::kvm_userfault),

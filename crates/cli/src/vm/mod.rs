@@ -1,8 +1,10 @@
 //! A VM for the commands: a machine, its threads and its guest program.
 
 mod description;
+mod devices;
 
-pub(crate) use description::GuestDescription;
+pub(crate) use description::{GuestDescription, GuestProgram};
+pub(crate) use devices::{DeviceArgs, DeviceKind, Devices, Disks};
 pub(crate) use pageferry_harness::deliveries_of;
 
 use crate::args::BackingArgs;
@@ -15,8 +17,8 @@ use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Verdict, Workload};
 use pageferry_harness::{BootError, verify};
 use pageferry_machine::{
-    AccessError, ArmOptions, Backing, Console, DeliveryInUse, Engine, EngineChoice, Linux,
-    MachineSpec, RamLayout, Reset, VcpuThreads,
+    AccessError, ArmOptions, Backing, Console, CpuModel, DeliveryInUse, Engine, EngineChoice,
+    Linux, MachineSpec, RamLayout, Reset, VcpuThreads, kvm,
 };
 use pageferry_migration::{Resolver, RunningVm};
 use std::sync::Arc;
@@ -50,8 +52,8 @@ pub(crate) struct Vm {
 }
 
 impl Vm {
-    /// Creates the machine for `guest`, paused, its memory zero. A `resolver` fetches missing
-    /// pages.
+    /// Creates the machine for `guest`, paused, its memory zero, with the virtio devices that it
+    /// describes. A `resolver` fetches missing pages.
     ///
     /// # Errors
     /// [`Exit::Usage`] for impossible sizes, [`Exit::Engine`] if the engine does not run here,
@@ -60,6 +62,7 @@ impl Vm {
         guest: &GuestDescription,
         backing: Backing,
         resolver: Option<Arc<Resolver>>,
+        devices: Devices,
     ) -> Result<Self, Failure> {
         let workload = guest.workload()?;
         let spec = MachineSpec {
@@ -67,10 +70,24 @@ impl Vm {
             ..MachineSpec::new(guest.vcpus, guest.memory_bytes)
         };
         let faults = resolver.map(|resolver| resolver as _);
-        let inner = pageferry_harness::Vm::create(guest.engine(), spec, faults)?;
+        let engine = guest.engine();
+        let mut guest = guest.clone();
+        if guest.is_pc() && guest.cpuid.is_none() {
+            guest.cpuid = Some(kvm::cpuid_of(&CpuModel::default(), guest.vcpus)?);
+        }
+        let inner = match guest.program {
+            GuestProgram::Workload => pageferry_harness::Vm::create(engine, spec, faults),
+            GuestProgram::Linux => pageferry_harness::Vm::create_for_linux(
+                engine,
+                spec,
+                guest.cpuid.as_ref(),
+                faults,
+                devices.devices,
+            ),
+        }?;
         Ok(Self {
             inner,
-            guest: *guest,
+            guest,
             workload,
         })
     }
@@ -95,6 +112,14 @@ impl Vm {
         Ok(())
     }
 
+    /// Tells the guest that it goes on from a saved state.
+    ///
+    /// # Errors
+    /// When the guest cannot be told.
+    pub(crate) fn renew_generation(&self) -> Result<(), Failure> {
+        Ok(self.inner.renew_generation()?)
+    }
+
     /// How the guest has ended itself, if it has.
     pub(crate) fn reset(&self) -> Option<Reset> {
         self.inner.reset()
@@ -102,7 +127,7 @@ impl Vm {
 
     /// The guest's text console, if it has one.
     pub(crate) fn console(&self) -> Option<&Arc<Console>> {
-        self.inner.machine.console()
+        self.inner.console()
     }
 
     /// The guest, in the form that travels with a migration.
