@@ -53,7 +53,8 @@ fn record(input: &mut Input<'_>) -> Record {
         1 => Record::Data {
             stream,
             at: input.number() % (u64::MAX >> 1),
-            bytes: vec![input.byte(); usize::from(input.byte()) + usize::from(end.is_none())].into(),
+            bytes: vec![input.byte(); usize::from(input.byte()) + usize::from(end.is_none())]
+                .into(),
             end,
         },
         2 => Record::Delivered(Delivered {
