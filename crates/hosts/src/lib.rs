@@ -26,7 +26,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::fs::File;
 use std::net::Ipv4Addr;
 use std::path::Path;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// What all names of hosts start with.
@@ -48,6 +48,8 @@ pub enum Host {
 #[derive(Debug)]
 pub struct TwoHosts {
     names: [String; 2],
+    /// How often the link was shaped.
+    shapes: AtomicU16,
 }
 
 impl TwoHosts {
@@ -63,6 +65,7 @@ impl TwoHosts {
         // From here on a failure drops the hosts.
         let hosts = Self {
             names: ["a", "b"].map(|side| format!("{PREFIX}{pid}-{n}-{side}")),
+            shapes: AtomicU16::new(0),
         };
         let [a, b] = &hosts.names;
         tools::run("ip", &["netns", "add", a])?;
@@ -71,10 +74,10 @@ impl TwoHosts {
         let pair = ["link", "add", DEVICE, "netns", a, "type", "veth"];
         let peer = ["peer", "name", DEVICE, "netns", b];
         tools::run("ip", &[&pair[..], &peer[..]].concat())?;
+        hosts.reshape(link)?;
         for (host, address) in [Host::A, Host::B].into_iter().zip(ADDRESSES) {
             hosts.set_congestion(host, link)?;
             hosts.ip(host, &format!("addr add {address}/24 dev {DEVICE}"))?;
-            tools::batch("tc", hosts.name(host), &link.program())?;
             let up = format!("link set lo up\nlink set {DEVICE} mtu {} up", link.mtu);
             hosts.ip(host, &up)?;
         }
@@ -122,15 +125,18 @@ impl TwoHosts {
         self.ip(Host::B, &format!("link set {DEVICE} {state}"))
     }
 
-    /// Shapes the link anew. Packets that wait are lost. The congestion control and the MTU stay.
+    /// Shapes the link anew. Packets that wait are lost, and none passes unshaped meanwhile. The
+    /// congestion control and the MTU stay.
     ///
     /// # Errors
     /// If `tc` fails.
     pub fn reshape(&self, link: &Link) -> Result<(), Error> {
-        [Host::A, Host::B].into_iter().try_for_each(|host| {
-            let program = format!("qdisc del dev {DEVICE} root\n{}", link.program());
-            tools::batch("tc", self.name(host), &program)
-        })
+        // The kernel's own queues have handles from 0x8000 on. That of the shape before is another.
+        let handle = 1 + self.shapes.fetch_add(1, Ordering::Relaxed) % 0x7fff;
+        let program = link.program(handle);
+        [Host::A, Host::B]
+            .into_iter()
+            .try_for_each(|host| tools::batch("tc", self.name(host), &program))
     }
 
     fn ip(&self, host: Host, commands: &str) -> Result<(), Error> {

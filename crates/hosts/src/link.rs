@@ -2,7 +2,7 @@
 //!
 //! **Guarantee.** Each direction carries at most [`Link::rate`], headers of Ethernet included.
 //!
-//! **Mechanism.** [`Queue::OneFifo`] is tbf with a bfifo. The other queues are htb with [`CLASSES`]
+//! **Mechanism.** [`Queue::OneFifo`] is tbf, which holds a bfifo. The other queues are htb with [`CLASSES`]
 //! classes. A classic BPF program puts a TCP packet into the class that the sum of its two ports
 //! selects. This works on every kernel with htb and cls_bpf, so a flow is treated alike everywhere:
 //! fq, sfq and the flow classifier are often missing. Two flows share a class when their sums agree
@@ -151,57 +151,59 @@ impl Link {
         }
     }
 
-    /// What `tc -batch` is told for one host.
-    pub(super) fn program(&self) -> String {
+    /// What `tc -batch` is told for one host. It replaces a shape with another `handle` in one step:
+    /// no packet passes unshaped.
+    pub(super) fn program(&self, handle: u16) -> String {
         match self.queue {
-            Queue::OneFifo => self.one_fifo(),
-            Queue::Fair => self.classes(self.rate),
-            Queue::PerFlow(most) => self.classes(most.min(self.rate)),
+            Queue::OneFifo => self.one_fifo(handle),
+            Queue::Fair => self.classes(handle, self.rate),
+            Queue::PerFlow(most) => self.classes(handle, most.min(self.rate)),
         }
     }
 
-    fn one_fifo(&self) -> String {
+    fn one_fifo(&self, handle: u16) -> String {
         let Self { burst, limit, .. } = self;
         let rate = self.rate.0;
         format!(
-            "qdisc add dev {DEVICE} root handle 1: tbf rate {rate}bit burst {burst} limit {limit}\n\
-             qdisc add dev {DEVICE} parent 1:1 handle 2: bfifo limit {limit}\n"
+            "qdisc replace dev {DEVICE} root handle {handle:x}: \
+             tbf rate {rate}bit burst {burst} limit {limit}\n"
         )
     }
 
-    /// Each class is assured a small share. It borrows the rest from the link, up to `most`.
-    fn classes(&self, most: Rate) -> String {
+    /// Each class is assured a small share. It borrows the rest from the link, up to `most`. A
+    /// packet without a class is dropped, so none passes before its class is there.
+    fn classes(&self, handle: u16, most: Rate) -> String {
         let (rate, limit) = (self.rate.0, self.limit);
         // The quantum is the turn of a class that borrows: one packet that TCP has not cut yet.
         let bursts = format!("burst {0} cburst {0} quantum 65536", self.burst);
         let assured = (rate / u64::from(CLASSES)).max(8);
         let mut text = format!(
-            "qdisc add dev {DEVICE} root handle 1: htb default ffff\n\
-             class add dev {DEVICE} parent 1: classid 1:1 \
+            "qdisc replace dev {DEVICE} root handle {handle:x}: htb default ffff direct_qlen 0\n\
+             class add dev {DEVICE} parent {handle:x}: classid {handle:x}:1 \
              htb rate {rate}bit ceil {rate}bit {bursts}\n"
         );
         let flows = (FIRST_CLASS..FIRST_CLASS + CLASSES).map(|class| (class, most.0));
         for (class, most) in flows.chain([(0xffff, rate)]) {
             let _ = writeln!(
                 text,
-                "class add dev {DEVICE} parent 1:1 classid 1:{class:x} \
+                "class add dev {DEVICE} parent {handle:x}:1 classid {handle:x}:{class:x} \
                  htb rate {assured}bit ceil {most}bit {bursts}\n\
-                 qdisc add dev {DEVICE} parent 1:{class:x} bfifo limit {limit}"
+                 qdisc add dev {DEVICE} parent {handle:x}:{class:x} bfifo limit {limit}"
             );
         }
         let _ = writeln!(
             text,
-            "filter add dev {DEVICE} parent 1: protocol all prio 1 bpf bytecode \"{}\"",
-            classifier()
+            "filter add dev {DEVICE} parent {handle:x}: protocol all prio 1 bpf bytecode \"{}\"",
+            classifier(handle)
         );
         text
     }
 }
 
-/// The classic BPF program that returns the class of a packet: `code jt jf k`, as `tc` reads it.
-/// Codes are those of linux/bpf_common.h. Zero means the default class.
-fn classifier() -> String {
-    let first = 0x1_0000 + FIRST_CLASS;
+/// The classic BPF program that returns the class of a packet below `handle`: `code jt jf k`, as
+/// `tc` reads it. Codes are those of linux/bpf_common.h. Zero means the default class.
+fn classifier(handle: u16) -> String {
+    let first = (u32::from(handle) << 16) + FIRST_CLASS;
     let mask = CLASSES - 1;
     let steps = [
         "40 0 0 12".to_owned(),    // ldh [12]: the type of the frame

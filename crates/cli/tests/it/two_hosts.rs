@@ -20,8 +20,8 @@ struct Pair {
 
 impl Pair {
     /// `None` if this machine cannot have them, after the test was reported as skipped.
-    fn start(rate: Rate) -> Option<Self> {
-        let hosts = two_hosts::or_skip(&Link::new(rate))?;
+    fn start(link: &Link) -> Option<Self> {
+        let hosts = two_hosts::or_skip(link)?;
         let authority = Authority::new("test");
         let files = ["here", "there"].map(|host| authority.issue(&[host], Now));
         let flags = files[1].flags("here");
@@ -44,19 +44,14 @@ impl Pair {
         self.source.migrate_with(&self.destination.address, &more)
     }
 
-    fn wait_for_handover(&self) {
-        wait_for("the guest to run there", || {
-            (session(&self.destination.socket)?["stage"] == "running").then_some(())
-        });
-    }
-
-    /// Waits until the source has lost its connections.
-    fn wait_for_loss(&self) {
-        wait_for("the source to notice", || {
+    /// Waits until the source has lost its connections, and lets the rest move fast.
+    fn wait_for_loss(&self, migrate: &mut Process) {
+        wait_during(migrate, "the source to notice", || {
             let session = session(&self.source.socket)?;
             let again = session["generation"].as_u64()? > 1;
             (again || session["connected"] == false).then_some(())
         });
+        self.hosts.reshape(&fast()).unwrap();
     }
 
     /// The VM has moved whole, and both processes end with nothing left behind.
@@ -98,31 +93,57 @@ fn assert_arrived(source: Source, destination: Destination) {
     destination.process.end().assert_ok();
 }
 
+/// Waits for the guest to run on the second host, before its memory is there.
+fn wait_for_handover(migrate: &mut Process, destination: &Destination) {
+    wait_during(migrate, "the guest to run there", || {
+        (session(&destination.socket)?["stage"] == "running").then_some(())
+    });
+}
+
+/// As [`wait_for`], for something that only happens while the VM moves.
+fn wait_during(migrate: &mut Process, what: &str, mut ready: impl FnMut() -> Option<()>) {
+    wait_for(what, || {
+        let moves = migrate.is_running();
+        ready().or_else(|| {
+            assert!(moves, "the migration ended: {what}");
+            None
+        })
+    });
+}
+
 fn session(socket: &Path) -> Option<serde_json::Value> {
     Some(status(socket)?["session"].clone())
 }
 
 #[test]
 fn a_vm_moves_between_two_hosts_over_tls() {
-    let Some(pair) = Pair::start(Rate::mbit(1000)) else {
+    let Some(pair) = Pair::start(&fast()) else {
         return;
     };
     let migrate = pair.migrate();
     pair.assert_moved(migrate);
 }
 
-/// A rate at which post-copy takes seconds.
-fn slow() -> Rate {
-    Rate::mbit(40)
+/// A link on which post-copy takes 17 s, so that a test on a busy machine acts before its end. The
+/// queue holds less than half of what the link carries before a peer counts as dead.
+fn slow() -> Link {
+    Link {
+        limit: 192 << 10,
+        ..Link::new(Rate::mbit(8))
+    }
+}
+
+fn fast() -> Link {
+    Link::new(Rate::mbit(1000))
 }
 
 #[test]
 fn the_sources_address_changes_and_the_session_goes_on_by_itself() {
-    let Some(pair) = Pair::start(slow()) else {
+    let Some(pair) = Pair::start(&slow()) else {
         return;
     };
-    let migrate = pair.migrate();
-    pair.wait_for_handover();
+    let mut migrate = pair.migrate();
+    wait_for_handover(&mut migrate, &pair.destination);
     let hosts = &pair.hosts;
     hosts
         .add_address(Host::A, Ipv4Addr::new(198, 18, 0, 11))
@@ -130,24 +151,24 @@ fn the_sources_address_changes_and_the_session_goes_on_by_itself() {
     hosts
         .remove_address(Host::A, hosts.address(Host::A))
         .unwrap();
-    pair.wait_for_loss();
+    pair.wait_for_loss(&mut migrate);
     pair.assert_reconnected();
     pair.assert_moved(migrate);
 }
 
 #[test]
 fn the_destinations_address_changes_and_an_operator_gives_the_new_one() {
-    let Some(pair) = Pair::start(slow()) else {
+    let Some(pair) = Pair::start(&slow()) else {
         return;
     };
-    let migrate = pair.migrate();
-    pair.wait_for_handover();
+    let mut migrate = pair.migrate();
+    wait_for_handover(&mut migrate, &pair.destination);
     let (hosts, new) = (&pair.hosts, Ipv4Addr::new(198, 18, 0, 12));
     hosts.add_address(Host::B, new).unwrap();
     hosts
         .remove_address(Host::B, hosts.address(Host::B))
         .unwrap();
-    pair.wait_for_loss();
+    pair.wait_for_loss(&mut migrate);
     let recover = |socket: &Path, way: &str, address: &str| {
         let ended = pageferry(&["recover", "--vm", socket.to_str().unwrap(), way, address]);
         ended.assert_ok();
@@ -188,7 +209,7 @@ fn a_path_that_drops_large_packets_is_found_before_the_hand_over() {
         .process
         .wait_until_said("its small packets arrive");
     // The same destination takes the VM when the path is whole.
-    hosts.reshape(&Link::new(Rate::mbit(1000))).unwrap();
+    hosts.reshape(&fast()).unwrap();
     let check = source.migrate_with(to, &["--insecure", "--check"]).end();
     check.assert_ok();
     source.migrate_with(to, &["--insecure"]).end().assert_ok();
@@ -213,25 +234,20 @@ fn a_path_that_drops_packets_beyond_those_of_ethernet_carries_a_vm() {
 /// they pass. The guest waits meanwhile.
 #[test]
 fn a_path_that_begins_to_drop_large_packets_delays_a_vm() {
-    let link = |burst| Link {
-        burst,
-        ..Link::new(slow()).mtu(9000)
-    };
-    let Some(hosts) = two_hosts::or_skip(&link(128 << 10)) else {
+    let slow = slow().mtu(9000);
+    let Some(hosts) = two_hosts::or_skip(&slow) else {
         return;
     };
     let flags = ["--insecure", "--dead-after", "500ms"];
     let (source, destination) = both(&hosts, &flags);
     let more = [&flags[..], &["--precopy-passes", "0"]].concat();
-    let migrate = source.migrate_with(&destination.address, &more);
-    wait_for("the guest to run there", || {
-        (session(&destination.socket)?["stage"] == "running").then_some(())
-    });
-    hosts.reshape(&link(1514)).unwrap();
-    wait_for("a channel to be lost", || {
+    let mut migrate = source.migrate_with(&destination.address, &more);
+    wait_for_handover(&mut migrate, &destination);
+    hosts.reshape(&slow.drops_above(1500)).unwrap();
+    wait_during(&mut migrate, "a channel to be lost", || {
         (session(&source.socket)?["channels_lost"].as_u64()? > 0).then_some(())
     });
-    hosts.reshape(&link(128 << 10)).unwrap();
+    hosts.reshape(&fast().mtu(9000)).unwrap();
     let ended = migrate.end();
     ended.assert_ok();
     let report = ended.json();

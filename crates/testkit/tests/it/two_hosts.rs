@@ -2,10 +2,11 @@
 
 use pageferry_testkit::two_hosts::{Host, Link, Queue, Rate, TwoHosts};
 use pageferry_testkit::{netns, two_hosts, wait_until};
-use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// A connection from host A to `address` of host B: both ends.
@@ -103,6 +104,44 @@ fn flows_of_a_fair_link_get_equal_shares_and_a_limited_flow_gets_its_limit() {
     hosts.reshape(&link).expect("tc");
     assert_rates(&hosts, 3, |got| {
         got.iter().all(|flow| near(*flow, most, 0.1))
+    });
+}
+
+/// A busy machine may stop the program that changes the link, between any two of its calls.
+#[test]
+fn no_packet_passes_while_the_link_is_changed() {
+    // Only the packets that ask for an address pass.
+    let frozen = Link::new(Rate::mbit(100)).drops_above(28);
+    let Some(hosts) = two_hosts::or_skip(&frozen) else {
+        return;
+    };
+    let socket = |host| {
+        let address = (hosts.address(host), 0);
+        let bound = netns::within(hosts.name(host), || UdpSocket::bind(address));
+        bound.expect("a host").expect("a port")
+    };
+    let (sender, receiver) = (socket(Host::A), socket(Host::B));
+    receiver.set_nonblocking(true).expect("a socket");
+    let (to, ends) = (receiver.local_addr().unwrap(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let sends = scope.spawn(|| {
+            while !ends.load(Ordering::Relaxed) {
+                // A full queue is an error here.
+                let _ = sender.send_to(&[1; 100], to);
+            }
+        });
+        for _ in 0..20 {
+            hosts.reshape(&frozen).expect("tc");
+        }
+        ends.store(true, Ordering::Relaxed);
+        sends.join().expect("no panic");
+    });
+    let got = receiver.recv(&mut [0; 200]).expect_err("a packet passed");
+    assert_eq!(got.kind(), ErrorKind::WouldBlock);
+    hosts.reshape(&Link::new(Rate::mbit(100))).expect("tc");
+    wait_until("a packet that passes", || {
+        let sent = sender.send_to(&[1; 100], to);
+        sent.is_ok() && receiver.recv(&mut [0; 200]).is_ok()
     });
 }
 
