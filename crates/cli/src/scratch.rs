@@ -1,8 +1,7 @@
 //! Files that must not outlive the command: temporary directories and listening sockets.
 
 use crate::exit::Failure;
-use std::fs::{DirBuilder, File};
-use std::io::Read;
+use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
@@ -19,9 +18,8 @@ impl ScratchDir {
     /// When the host refuses.
     pub(crate) fn new() -> Result<Self, Failure> {
         let mut random = [0; 8];
-        File::open("/dev/urandom")
-            .and_then(|mut file| file.read_exact(&mut random))
-            .map_err(|e| Failure::os("cannot read /dev/urandom", e))?;
+        pageferry_machine::fill_random(&mut random)
+            .map_err(|e| Failure::os("cannot get random bytes", e))?;
         let name = format!("pageferry-{:016x}", u64::from_ne_bytes(random));
         let path = std::env::temp_dir().join(name);
         DirBuilder::new().mode(0o700).create(&path).map_err(|e| {

@@ -28,16 +28,3 @@ pub use pc::Pc;
 pub use power::Power;
 pub use serial::SerialPort;
 pub use virtio::{Block, Chain, Entropy, Fault, Mac, MmioTransport, Net, Tap, VirtioDevice};
-
-/// Fills `bytes` with random bytes of the kernel.
-///
-/// # Errors
-/// The error of getrandom(2).
-fn fill_random(mut bytes: &mut [u8]) -> std::io::Result<()> {
-    use rustix::rand::{GetRandomFlags, getrandom};
-    while !bytes.is_empty() {
-        let filled = rustix::io::retry_on_intr(|| getrandom(&mut *bytes, GetRandomFlags::empty()))?;
-        bytes = &mut bytes[filled..];
-    }
-    Ok(())
-}

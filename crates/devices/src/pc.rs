@@ -61,7 +61,7 @@ impl Pc {
         let refused = |why: &dyn std::fmt::Display| {
             MachineError::Device(format!("the VM gets no new generation: {why}"))
         };
-        crate::fill_random(&mut generation).map_err(|why| refused(&why))?;
+        pageferry_machine::fill_random(&mut generation).map_err(|why| refused(&why))?;
         let written = self.ram.write(Gpa(GENERATION), &generation, &|| false);
         written.map_err(|why| refused(&why))?;
         self.generation.raise();

@@ -66,6 +66,7 @@ mod layout;
 #[cfg(any(feature = "soft", all(feature = "pc", target_arch = "x86_64")))]
 mod linux;
 mod ram;
+mod random;
 #[cfg(feature = "soft")]
 pub mod soft;
 mod sync;
@@ -106,6 +107,7 @@ pub use linux::{Linux, LinuxError};
 #[cfg(all(feature = "pc", target_arch = "x86_64"))]
 pub use linux::{PcImageError, is_pc_kernel};
 pub use ram::GuestRam;
+pub use random::fill_random;
 pub use threads::{VcpuHooks, VcpuThreads};
 pub use unchecked::UncheckedRam;
 pub use vcpu::{

@@ -15,7 +15,7 @@ impl VirtioDevice for Entropy {
 
     fn serve(&mut self, _: usize, chain: &Chain) -> Result<Option<u32>, Fault> {
         let mut bytes = vec![0; chain.writable().min(MOST) as usize];
-        crate::fill_random(&mut bytes).map_err(|_| Fault::Later)?;
+        pageferry_machine::fill_random(&mut bytes).map_err(|_| Fault::Later)?;
         chain.write(0, &bytes)?;
         Ok(Some(bytes.len() as u32))
     }

@@ -33,7 +33,7 @@ impl Mac {
     /// The error of getrandom(2).
     pub fn random() -> io::Result<Self> {
         let mut bytes = [0; 6];
-        crate::fill_random(&mut bytes)?;
+        pageferry_machine::fill_random(&mut bytes)?;
         bytes[0] = bytes[0] & !1 | 2;
         Ok(Self(bytes))
     }

@@ -17,8 +17,6 @@ use crate::{GuestRam, StartMode, StartState};
 use device_tree::{Chosen, device_tree};
 use image::Image;
 use pageferry_addr::{Gpa, PAGE_SIZE};
-use std::fs::File;
-use std::io::Read;
 use std::ops::Range;
 
 pub use image::ImageError;
@@ -113,8 +111,8 @@ impl Linux<'_> {
 /// Random bytes for the kernel's generator, which it would gather slowly itself.
 fn seed() -> Option<[u8; 64]> {
     let mut bytes = [0; 64];
-    let read = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    read.is_ok().then_some(bytes)
+    crate::fill_random(&mut bytes).ok()?;
+    Some(bytes)
 }
 
 #[cfg(test)]
