@@ -8,8 +8,9 @@
  *   pf=load      writes and checks memory and files for ever, beside a timer loop
  *   pf=storm     forks, executes, maps, protects and writes code on all processors
  *   pf=torture   runs the kernel's own torture tests, rcutorture and locktorture
+ *   pf=reads     reads blocks of /dev/vda in no order by 32 processes, past the page cache
  *
- * pf_seconds=N is how long storm, and each test of torture, runs. pf_mib=N is the memory of load.
+ * pf_seconds=N is how long storm, reads, and each test of torture, runs. pf_mib=N is the memory of load.
  * pf_timer_ms=N is the period of load's timer (1), and pf_clock=1 makes it tell both clocks.
  * pf_rest_ms=N lets load rest so long now and then, which leaves the processor to others (0).
  * pf_disk=1 lets load keep a tree of files on the ext4 of /dev/vda, too. pf_net=PORT lets it talk to
@@ -35,6 +36,7 @@
  *   PF net <blocks> <wrong>         load: blocks of 1 KiB that came back so far, and wrong ones
  *   PF storm <what> <rounds>        storm: rounds of each kind
  *   PF torture <test> <hex>         torture: 1 if the test succeeded
+ *   PF reads <ns> <blocks>          reads: the time, and the blocks of 4 KiB read in it
  *   PF done                         last of all, before it shuts down
  */
 #define MIB (1024UL * 1024)
@@ -46,7 +48,7 @@ typedef unsigned int u32;
 
 /* Written by several processes and threads. */
 struct shared {
-	u64 stop, wrong, execs, maps, codes;
+	u64 stop, wrong, execs, maps, codes, reads;
 };
 static struct shared *shared;
 
@@ -681,12 +683,17 @@ static void sums(void)
 	sums_of("md5");
 }
 
-static void disk(void)
+static void mount_dev(void)
 {
-	mkdir("/disk", 0755);
 	mkdir("/dev", 0755);
 	if (mount("dev", "/dev", "devtmpfs", 0, NULL))
 		FAIL("mount of /dev");
+}
+
+static void disk(void)
+{
+	mkdir("/disk", 0755);
+	mount_dev();
 	if (mount("/dev/vda", "/disk", "ext4", 0, NULL)) {
 		FAIL("mount of the disk");
 		return;
@@ -884,6 +891,48 @@ static void storm(u64 seconds)
 		FAIL("storm");
 }
 
+/* ---- Reads of a disk ---- */
+
+/* One read at a time. */
+static void reader(long seed)
+{
+	int fd = open("/dev/vda", O_RDONLY | 0x4000); /* O_DIRECT */
+	u64 blocks = lseek(fd, 0, SEEK_END) / PAGE, x = seed, *block = PRIVATE_MAP(PAGE);
+
+	if (fd < 0 || blocks == 0) {
+		FAIL("open of /dev/vda");
+		return;
+	}
+	while (storms()) {
+		x = x * 6364136223846793005UL + 1442695040888963407UL;
+		if (my_syscall4(__NR_pread64, fd, block, PAGE, (x >> 33) % blocks * PAGE) != PAGE)
+			wrong();
+		count(&shared->reads);
+	}
+}
+
+static void reads(u64 seconds)
+{
+	u64 start, before;
+
+	mount_dev();
+	for (long i = 0; i < 32; i++)
+		if (fork() == 0) {
+			reader(i);
+			exit(0);
+		}
+	sleep_us(500000);
+	start = now_ns();
+	before = shared->reads;
+	sleep_us(seconds * 1000000);
+	SAY2("reads", now_ns() - start, shared->reads - before);
+	__atomic_store_n(&shared->stop, 1, __ATOMIC_RELEASE);
+	while (waitpid(-1, NULL, 0) > 0)
+		;
+	if (shared->wrong)
+		FAIL("read of a block");
+}
+
 /* ---- The kernel's torture tests ---- */
 
 /* Whether the kernel's log has this text. */
@@ -965,6 +1014,8 @@ int main(int argc, char **argv)
 		storm(seconds);
 	} else if (work && strcmp(work, "torture") == 0) {
 		torture(seconds);
+	} else if (work && strcmp(work, "reads") == 0) {
+		reads(seconds);
 	} else {
 		check();
 	}

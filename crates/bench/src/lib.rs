@@ -43,6 +43,8 @@ pub mod restore;
 #[cfg(feature = "benchmarks")]
 mod row;
 #[cfg(feature = "benchmarks")]
+mod scratch;
+#[cfg(feature = "benchmarks")]
 mod serialised;
 #[cfg(feature = "benchmarks")]
 mod soft;

@@ -51,7 +51,7 @@ impl Listener {
                 Some(Line::Time(task, ns)) => drop(self.tasks_ns.insert(task, ns)),
                 Some(Line::Loop { ns, result }) => self.looped = Some((ns, result)),
                 Some(Line::Done) => self.done = true,
-                Some(Line::Busy { .. } | Line::Other) | None => {}
+                Some(Line::Busy { .. } | Line::Reads { .. } | Line::Other) | None => {}
             }
         }
         Ok(self.done)

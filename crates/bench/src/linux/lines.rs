@@ -21,6 +21,13 @@ pub(super) enum Line {
         /// Rounds that are done.
         rounds: u64,
     },
+    /// Reads of a disk.
+    Reads {
+        /// The time in nanoseconds.
+        ns: u64,
+        /// The blocks that were read in it.
+        blocks: u64,
+    },
     /// The work is done.
     Done,
     /// A line of another kind of work.
@@ -83,7 +90,8 @@ pub(super) fn parse(line: &str) -> Result<Option<Line>, BenchError> {
         ["touch", ns] => time(Task::Touch, ns),
         ["loop", ns, result] => read_loop(ns, result),
         ["busy", _, rounds] => rounds.parse().ok().map(|rounds| Line::Busy { rounds }),
-        ["load" | "md5", _, wrong] => match wrong.parse() {
+        ["reads", ns, blocks] => read_blocks(ns, blocks),
+        ["load" | "md5" | "net", _, wrong] => match wrong.parse() {
             Ok(0) => Some(Line::Other),
             Ok(wrong) => return Err(wrong_contents(wrong)),
             Err(_) => None,
@@ -108,6 +116,13 @@ fn read_loop(ns: &str, result: &str) -> Option<Line> {
     Some(Line::Loop {
         ns: ns.parse().ok()?,
         result: u64::from_str_radix(result, 16).ok()?,
+    })
+}
+
+fn read_blocks(ns: &str, blocks: &str) -> Option<Line> {
+    Some(Line::Reads {
+        ns: ns.parse().ok()?,
+        blocks: blocks.parse().ok()?,
     })
 }
 
@@ -152,6 +167,8 @@ mod tests {
         };
         assert_eq!(read("PF loop 9 d85eef521f9632d3"), Some(looped));
         assert_eq!(read("PF busy 9 12"), Some(Line::Busy { rounds: 12 }));
+        let reads = Line::Reads { ns: 9, blocks: 12 };
+        assert_eq!(read("PF reads 9 12"), Some(reads));
         assert_eq!(read("PF load 4000 0"), Some(Line::Other));
         assert_eq!(read("PF tick 5 6"), Some(Line::Other));
         assert_eq!(read("PF done"), Some(Line::Done));
@@ -171,6 +188,7 @@ mod tests {
             "PF loop 1 xyz",
             "PF loop 99999999999999999999 1",
             "PF busy 1",
+            "PF reads 1",
             "PF load 1 many",
             "PF done now",
             "PF what 1",

@@ -1,4 +1,5 @@
-//! `bench linux`: how fast Linux runs on our own hypervisor, beside QEMU and beside a bare guest.
+//! `bench linux`: how fast Linux runs on our own hypervisor, beside QEMU and beside a bare guest. And
+//! how it moves on KVM (`kvm`).
 //!
 //! **Guarantee.** Every figure was measured by the run that prints it. The guests of all rows are
 //! the same kernel with the same first process. A wrong value in a guest ends the benchmark.
@@ -14,6 +15,7 @@
 mod bare;
 mod busy;
 mod figures;
+mod kvm;
 mod lines;
 mod moved;
 mod qemu;
@@ -23,6 +25,7 @@ use crate::qemu::Qemu;
 use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples};
 use bare::{BareLoop, INSTRUCTIONS, ROUNDS};
 use figures::Figures;
+pub use kvm::{KvmSetting, linux_on_kvm};
 use lines::Task;
 use moved::Moves;
 pub(crate) use moved::source;
@@ -47,7 +50,7 @@ const BARE: &str = "bare.loop";
 pub struct LinuxSetting {
     /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
     pub executable: PathBuf,
-    /// The kernel's file, a riscv64 `Image`.
+    /// The kernel's file: a riscv64 `Image`, or for KVM a `bzImage`.
     pub kernel: PathBuf,
     /// The file of its initial RAM disk, with the first process of `lab/guest-linux`.
     pub initrd: PathBuf,
@@ -60,8 +63,10 @@ pub struct LinuxSetting {
 }
 
 impl LinuxSetting {
-    /// QEMU's name in the search path.
+    /// QEMU's name in the search path, as Debian names it.
     pub const QEMU: &str = crate::qemu::PROGRAM;
+    /// The name of the QEMU that runs guests on KVM.
+    pub const QEMU_ON_KVM: &str = "qemu-system-x86_64";
     /// The rounds of a full run.
     pub const ROUNDS: u32 = 7;
 }

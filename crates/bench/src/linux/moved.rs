@@ -18,9 +18,9 @@ const LOAD: &str = "console=hvc0 panic=-1 quiet pf=load pf_mib=256";
 /// The longest wait for text.
 const INTERVAL: Duration = Duration::from_millis(20);
 /// The time for which the load runs before the move.
-const WARM_UP: Duration = Duration::from_secs(2);
+pub(super) const WARM_UP: Duration = Duration::from_secs(2);
 /// The lines of the first process that show that the guest runs on.
-const LINES: u32 = 10;
+pub(super) const LINES: u32 = 10;
 
 /// The moves of both guests.
 #[derive(Default)]

@@ -2,7 +2,7 @@
 
 use super::monitor::Monitor;
 use super::trace::{self, Traced};
-use super::{Qemu, boot, failed};
+use super::{Qemu, boot};
 use crate::BenchError;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, PageBytes, Program};
@@ -10,7 +10,7 @@ use pageferry_hosts::netns;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -110,10 +110,7 @@ impl Machine {
     /// # Errors
     /// As [`Machine::call`].
     pub fn turn_on(&mut self, capabilities: &[&str]) -> Result<(), BenchError> {
-        let on = |name| json!({ "capability": name, "state": true });
-        let all: Vec<Value> = capabilities.iter().map(on).collect();
-        self.call("migrate-set-capabilities", json!({ "capabilities": all }))?;
-        Ok(())
+        self.monitor.turn_on(capabilities)
     }
 
     /// The state of the migration, with QEMU's word for it. It is empty before there is one.
@@ -121,15 +118,8 @@ impl Machine {
     /// # Errors
     /// If the migration has failed, and as [`Machine::call`].
     pub fn migration(&mut self) -> Result<String, BenchError> {
-        let state = self.call("query-migrate", json!({}))?;
-        let text = |key| state.get(key).and_then(Value::as_str);
-        match text("status") {
-            Some("failed") => {
-                let why = text("error-desc").unwrap_or("it gives no reason");
-                Err(failed(format!("its migration failed: {why}")))
-            }
-            status => Ok(status.unwrap_or_default().to_owned()),
-        }
+        let state = self.monitor.migration()?;
+        Ok(state["status"].as_str().unwrap_or_default().to_owned())
     }
 
     /// Ends QEMU and waits for its end, until `deadline`.

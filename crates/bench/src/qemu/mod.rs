@@ -1,4 +1,4 @@
-//! QEMU for RV64, whose machines run this project's programs.
+//! QEMU for RV64, whose machines run this project's programs, and on KVM, where they run a kernel.
 //!
 //! **Guarantee.** Dropping a [`Machine`] ends its process. No call waits longer than 20 seconds.
 //!
@@ -9,6 +9,7 @@
 //! **Source.** Capabilities and parameters: `qapi/migration.json` of QEMU.
 
 mod boot;
+mod kernel;
 mod machine;
 mod monitor;
 mod postcopy;
@@ -16,6 +17,7 @@ mod trace;
 mod version;
 
 pub(crate) use boot::MAX_MEMORY;
+pub(crate) use kernel::{KernelMachine, KernelSpec};
 pub use machine::Machine;
 pub(crate) use machine::Progress;
 pub(crate) use postcopy::{Pair, Streams};

@@ -89,6 +89,25 @@ impl Monitor {
         }
     }
 
+    /// Turns capabilities of migrations on.
+    pub(super) fn turn_on(&mut self, capabilities: &[&str]) -> Result<(), BenchError> {
+        let on = |name| json!({ "capability": name, "state": true });
+        let all: Vec<Value> = capabilities.iter().map(on).collect();
+        self.call("migrate-set-capabilities", json!({ "capabilities": all }))?;
+        Ok(())
+    }
+
+    /// What QEMU says of its migration, which has not failed.
+    pub(super) fn migration(&mut self) -> Result<Value, BenchError> {
+        let state = self.call("query-migrate", json!({}))?;
+        if state["status"] == "failed" {
+            let why = state["error-desc"].as_str();
+            let why = why.unwrap_or("it gives no reason");
+            return Err(failed(format!("its migration failed: {why}")));
+        }
+        Ok(state)
+    }
+
     /// Sends a command by one write: QEMU acts on it when it has the last brace.
     fn send(&mut self, name: &str, arguments: Value) -> Result<(), BenchError> {
         let command = json!({ "execute": name, "arguments": arguments });

@@ -28,6 +28,7 @@ pub use restart::Restarted;
 pub use vmm::{Memory, Restored};
 
 use crate::peer::{Peer, Role};
+use crate::scratch::Scratch;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_pager::{
     Format, Mount, MountFile, MountFileStatus, MountSettings, Name, Owner, Pager, Restore,
@@ -38,7 +39,7 @@ use rustix::fs::{Advice, fadvise};
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use vmm::{THREADS, Touched};
@@ -131,16 +132,6 @@ fn reads(mount: &Mount) -> u64 {
     mount.status().files.iter().map(of).sum()
 }
 
-/// Files of the benchmark, removed at its end.
-struct Scratch(PathBuf);
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // Files that are left cost disk, and no result.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 /// Runs `bench restore` and returns its rows.
 ///
 /// # Errors
@@ -151,11 +142,9 @@ pub fn restore(
     progress: &mut dyn FnMut(&str),
 ) -> Result<Vec<Row>, BenchError> {
     let failed = |what| move |source: std::io::Error| BenchError::Os { what, source };
-    let path = std::env::temp_dir().join(format!("pageferry-restore-{}", std::process::id()));
-    std::fs::create_dir(&path).map_err(failed("cannot make a directory for files"))?;
-    let scratch = Scratch(path);
+    let scratch = Scratch::new()?;
     progress("writing a memory file");
-    let memory = scratch.0.join("memory");
+    let memory = scratch.path("memory");
     write_memory(&memory, sizes.memory).map_err(failed("cannot write a memory file"))?;
     let remote = Remote::start(&memory)?;
     let ways = match remote {
@@ -170,7 +159,7 @@ pub fn restore(
     let one = |cold| One {
         setting,
         sizes,
-        scratch: &scratch.0,
+        scratch: scratch.folder(),
         memory: &memory,
         file: &file,
         remote: remote.as_ref(),
@@ -210,9 +199,14 @@ pub fn restore(
     }
     let mut rows = rows(sizes, &all, &transfer);
     let file = (&*memory, sizes.memory);
-    rows.extend(background::measure(setting, &scratch.0, file, progress)?);
-    rows.extend(packed::measure(setting, sizes, &scratch.0, progress)?);
-    rows.extend(restart::measure(setting, &scratch.0, progress)?);
+    rows.extend(background::measure(
+        setting,
+        scratch.folder(),
+        file,
+        progress,
+    )?);
+    rows.extend(packed::measure(setting, sizes, scratch.folder(), progress)?);
+    rows.extend(restart::measure(setting, scratch.folder(), progress)?);
     Ok(rows)
 }
 

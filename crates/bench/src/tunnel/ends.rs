@@ -3,12 +3,11 @@
 use super::TunnelSetting;
 use crate::BenchError;
 use crate::qemu::Streams;
+use crate::scratch::Scratch;
 use pageferry_hosts::{Host, TwoHosts, netns};
 use pageferry_migration::TlsFiles;
 use std::io::{BufRead, BufReader};
-use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -21,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 pub(super) struct Ends {
     /// The source's, then the destination's.
     tunnels: [Tunnel; 2],
-    folder: Folder,
+    folder: Scratch,
 }
 
 impl Ends {
@@ -30,17 +29,19 @@ impl Ends {
         hosts: &TwoHosts,
         tls: Option<&TlsFiles>,
     ) -> Result<Self, BenchError> {
-        let folder = Folder::new()?;
+        let folder = Scratch::new()?;
         let address = format!("{}:{PORT}", hosts.address(Host::B));
         let start = |host, ends: [&str; 4]| {
             let mut command = netns::command(hosts.name(host), &setting.executable);
             command.arg("tunnel").args(ends).arg("--json");
-            command.arg("--control").arg(folder.control(host));
+            command
+                .arg("--control")
+                .arg(folder.path(&format!("control-{host:?}")));
             command.args(["--window", &setting.window_bytes.to_string()]);
             protect(&mut command, tls);
             Tunnel::start(command)
         };
-        let [a, b] = folder.sockets();
+        let [a, b] = sockets(&folder);
         // The destination's first: the other one connects to it.
         let destination = start(Host::B, ["--accept", &address, "--connect", &b])?;
         let source = start(Host::A, ["--listen", &a, "--to", &address])?;
@@ -52,7 +53,7 @@ impl Ends {
 
     /// Where QEMU's streams go.
     pub(super) fn streams(&self) -> Streams {
-        let [from, to] = self.folder.sockets();
+        let [from, to] = sockets(&self.folder);
         Streams {
             from,
             to,
@@ -69,6 +70,11 @@ impl Ends {
         };
         Ok([grown(&self.tunnels[0])?, grown(&self.tunnels[1])?])
     }
+}
+
+/// Where QEMU's ends connect to, and listen.
+fn sockets(folder: &Scratch) -> [String; 2] {
+    ["a", "b"].map(|name| format!("unix:{}", folder.path(name).display()))
 }
 
 fn protect(command: &mut Command, tls: Option<&TlsFiles>) {
@@ -139,35 +145,4 @@ fn peak_bytes(pid: u32) -> Result<u64, BenchError> {
     let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
     let kib = kib.ok_or_else(|| BenchError::Peer("a tunnel has ended".into()))?;
     Ok(kib << 10)
-}
-
-/// A folder for the sockets.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Result<Self, BenchError> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let (pid, n) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let path = std::env::temp_dir().join(format!("pageferry-tunnel-{pid}-{n}"));
-        let made = std::fs::create_dir(&path);
-        made.map_err(|source| BenchError::Os {
-            what: "cannot make a folder for sockets",
-            source,
-        })?;
-        Ok(Self(path))
-    }
-
-    fn control(&self, host: Host) -> PathBuf {
-        self.0.join(format!("control-{host:?}"))
-    }
-
-    fn sockets(&self) -> [String; 2] {
-        ["a", "b"].map(|name| format!("unix:{}", self.0.join(name).display()))
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }

@@ -4,10 +4,9 @@ use crate::size;
 use clap::{Args, Subcommand};
 use pageferry_bench::Channels;
 use pageferry_bench::demand_paging::DemandSetting;
-use pageferry_bench::linux::LinuxSetting;
 use pageferry_bench::postcopy_latency::{LatencySetting, Rate};
 use pageferry_bench::tunnel::TunnelSetting;
-use pageferry_machine::{Backing, EngineChoice};
+use pageferry_machine::{Backing, Engine, EngineChoice};
 use pageferry_migration::TlsFiles;
 use std::path::PathBuf;
 
@@ -362,7 +361,11 @@ pub(crate) enum PageFlag {
 /// `pageferry bench linux`.
 #[derive(Debug, Args)]
 pub(crate) struct LinuxFlags {
-    /// The kernel: an uncompressed riscv64 Image for RV64IMA
+    /// The engine: on soft, Linux's speed and its moves; on kvm, its moves beside the test guest's,
+    /// and reads of its disk
+    #[arg(long, default_value = "soft", value_name = "kvm|soft")]
+    pub(crate) engine: Engine,
+    /// The kernel: an uncompressed riscv64 Image for RV64IMA, or for kvm a bzImage
     #[arg(long, value_name = "FILE", requires = "initrd")]
     pub(crate) kernel: Option<PathBuf>,
     /// Its initrd, with the first process of lab/guest-linux
@@ -371,9 +374,16 @@ pub(crate) struct LinuxFlags {
     /// Measure another hypervisor beside: the same kernel and initrd, emulated
     #[arg(long, value_name = "qemu", value_enum)]
     pub(crate) peer: Option<PeerFlag>,
-    /// The program of the peer
-    #[arg(long, value_name = "FILE", default_value = LinuxSetting::QEMU, requires = "peer")]
-    pub(crate) peer_program: PathBuf,
+    /// The program of the peer [default: qemu-system-riscv64; for kvm qemu-system-x86_64]
+    #[arg(long, value_name = "FILE", requires = "peer")]
+    pub(crate) peer_program: Option<PathBuf>,
+    /// The memory of the guests that move on kvm
+    #[arg(long, default_value = "512M", value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory: u64,
+    /// Two taps for Linux's network on kvm, one for each end; an echo server serves port 7777 of
+    /// 10.77.0.1 behind them
+    #[arg(long, value_name = "TAP,TAP", value_delimiter = ',', num_args = 1)]
+    pub(crate) net: Vec<String>,
     /// Number of rounds; each measures all rows once, and medians are printed [default: 7; with
     /// --quick 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]

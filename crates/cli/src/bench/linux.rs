@@ -1,12 +1,13 @@
-//! `pageferry bench linux`: Linux on our own hypervisor, beside QEMU and beside a bare guest.
+//! `pageferry bench linux`: Linux on our own hypervisor or on KVM, beside QEMU and beside a bare
+//! guest.
 
 use super::args::LinuxFlags;
 use super::{executable, show_rows};
-use crate::exit::Failure;
+use crate::exit::{Exit, Failure};
 use crate::guest_linux;
 use crate::output;
 use crate::signals::Interrupts;
-use pageferry_bench::linux::LinuxSetting;
+use pageferry_bench::linux::{KvmSetting, LinuxSetting};
 use pageferry_machine::Engine;
 
 /// Measures and prints the rows.
@@ -15,24 +16,57 @@ use pageferry_machine::Engine;
 /// The failure of the measurement, or an interrupt.
 pub(super) fn linux(flags: &LinuxFlags) -> Result<(), Failure> {
     let setting = setting(flags)?;
+    let kvm = match flags.engine {
+        Engine::Soft => None,
+        Engine::Kvm => Some(kvm_setting(flags)?),
+    };
     let interrupts = Interrupts::install(false)?;
     let stop = || interrupts.any();
-    let rows = pageferry_bench::linux::linux(&setting, &stop, &mut |doing| output::note(doing))?;
-    show_rows(&rows, flags.json)
+    let progress = &mut |doing: &str| output::note(doing);
+    let rows = match kvm {
+        None => pageferry_bench::linux::linux(&setting, &stop, progress),
+        Some(kvm) => pageferry_bench::linux::linux_on_kvm(&setting, &kvm, &stop, progress),
+    };
+    show_rows(&rows?, flags.json)
+}
+
+fn kvm_setting(flags: &LinuxFlags) -> Result<KvmSetting, Failure> {
+    let usage = |why: &str| Failure::new(Exit::Usage, why);
+    if flags.minutes.is_some() {
+        return Err(usage("--minutes is for --engine soft: leave it out"));
+    }
+    let taps = match flags.net.as_slice() {
+        [] => None,
+        [here, there] => Some([here.clone(), there.clone()]),
+        _ => {
+            return Err(usage(
+                "--net needs the names of two taps, with a comma between",
+            ));
+        }
+    };
+    Ok(KvmSetting {
+        memory_bytes: flags.memory,
+        taps,
+    })
 }
 
 fn setting(flags: &LinuxFlags) -> Result<LinuxSetting, Failure> {
     let guest = guest_linux::find(
-        Engine::Soft,
+        flags.engine,
         flags.kernel.as_deref(),
         flags.initrd.as_deref(),
     )?;
     let rounds = if flags.quick { 1 } else { LinuxSetting::ROUNDS };
+    let qemu = match flags.engine {
+        Engine::Soft => LinuxSetting::QEMU,
+        Engine::Kvm => LinuxSetting::QEMU_ON_KVM,
+    };
+    let program = flags.peer_program.clone().unwrap_or_else(|| qemu.into());
     Ok(LinuxSetting {
         executable: executable()?,
         kernel: guest.kernel,
         initrd: guest.initrd,
-        qemu: flags.peer.map(|_| flags.peer_program.clone()),
+        qemu: flags.peer.map(|_| program),
         rounds: flags.repeat.unwrap_or(rounds),
         busy_minutes: flags.minutes,
     })
@@ -76,7 +110,26 @@ mod tests {
         assert_eq!(setting(&[]).qemu, None);
         let peer = |more: &[&str]| setting(&[&["--peer", "qemu"], more].concat()).qemu;
         assert_eq!(peer(&[]), Some("qemu-system-riscv64".into()));
+        assert_eq!(
+            peer(&["--engine", "kvm"]),
+            Some("qemu-system-x86_64".into())
+        );
         assert_eq!(peer(&["--peer-program", "q"]), Some("q".into()));
+    }
+
+    #[test]
+    fn a_run_on_kvm_needs_two_taps_or_none() {
+        let kvm = |more: &[&str]| {
+            let named = ["--engine", "kvm"];
+            kvm_setting(&flags(&[&named, more].concat()))
+        };
+        let none = kvm(&["--memory", "64M"]).unwrap_or_else(|why| panic!("{why}"));
+        assert_eq!((none.memory_bytes, none.taps), (64 << 20, None));
+        let taps = kvm(&["--net", "a,b"]).map(|setting| setting.taps);
+        assert_eq!(taps.ok(), Some(Some(["a".into(), "b".into()])));
+        for bad in [&["--net", "a"], &["--net", "a,b,c"], &["--minutes", "3"]] {
+            assert_eq!(kvm(&bad[..]).unwrap_err().exit, Exit::Usage, "{bad:?}");
+        }
     }
 
     #[test]

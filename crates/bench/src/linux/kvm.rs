@@ -1,0 +1,485 @@
+//! Linux on KVM: its moves beside those of the test guest and of QEMU, and reads of its disk.
+//!
+//! **Mechanism.** Each end of a move is a process, started by the command that an operator uses. All
+//! guests have as much memory and as many vCPUs. Linux has a disk, and on request a network. On
+//! QEMU it has neither: the guest's kernel has no driver for devices on a PCI bus. Each move sends
+//! all pages once and then switches to post-copy, over a unix socket.
+
+use super::lines::{Line, Splitter, parse};
+use super::moved::{LINES, WARM_UP};
+use super::{Guest, LinuxSetting};
+use crate::qemu::{KernelMachine, KernelSpec, Qemu};
+use crate::scratch::Scratch;
+use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples};
+use pageferry_machine::kvm;
+use serde_json::Value;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const VCPUS: u32 = 2;
+/// The longest wait for a part of a move. An emulated host takes minutes.
+const LIMIT: Duration = Duration::from_secs(900);
+/// The time between two looks.
+const POLL: Duration = Duration::from_millis(20);
+/// The disk, in bytes.
+const DISK: u64 = 64 << 20;
+const BLOCK: usize = 4096;
+/// The time in which blocks are read.
+const READS: Duration = Duration::from_secs(5);
+
+/// The settings of Linux on KVM, beside those of every run.
+#[derive(Clone, Debug)]
+pub struct KvmSetting {
+    /// The memory of the guests that move, in bytes.
+    pub memory_bytes: u64,
+    /// The taps of Linux's network, at each end.
+    pub taps: Option<[String; 2]>,
+}
+
+/// What the moves of one guest took.
+#[derive(Default)]
+struct Times {
+    /// Milliseconds without a running vCPU.
+    blackouts: Samples,
+    /// Microseconds for which a missing page stopped a vCPU: the median of each move.
+    pages: Samples,
+    /// The same: the 99th percentile of each move.
+    late_pages: Samples,
+}
+
+impl Times {
+    fn push(&mut self, [blackout_ms, page_us, late_page_us]: [f64; 3]) {
+        self.blackouts.push(blackout_ms);
+        self.pages.push(page_us);
+        self.late_pages.push(late_page_us);
+    }
+}
+
+/// Runs `bench linux` on KVM and returns its rows. It ends early when `stop` returns true.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn linux_on_kvm(
+    setting: &LinuxSetting,
+    kvm: &KvmSetting,
+    stop: &(dyn Fn() -> bool + Sync),
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<Row>, BenchError> {
+    kvm::probe_kernels()?;
+    // Its error names the file.
+    drop(Guest::read(&setting.kernel, &setting.initrd)?);
+    let qemu = setting.qemu.as_deref().map(Qemu::find).transpose();
+    let qemu = qemu.map_err(BenchError::Setting)?;
+    let bench = Bench { setting, kvm, stop };
+    let [mut test_guest, mut linux, mut theirs] = [(); 3].map(|()| Times::default());
+    let [mut guest_reads, mut host_reads] = [(); 2].map(|()| Samples::default());
+    for round in 1..=setting.rounds {
+        let mut doing =
+            |what: &str| progress(&format!("{what}, round {round} of {}", setting.rounds));
+        doing("moving the test guest");
+        test_guest.push(bench.move_ours(None)?);
+        doing("moving Linux");
+        linux.push(bench.move_ours(Some(&bench.load()))?);
+        if let Some(qemu) = &qemu {
+            doing("moving Linux on QEMU");
+            theirs.push(bench.move_qemus(qemu)?);
+        }
+        doing("reading a disk");
+        let scratch = Scratch::new()?;
+        let disk = write_disk(&scratch)?;
+        guest_reads.push(bench.guest_reads(&scratch, &disk)?);
+        host_reads.push(host_reads_of(&disk)?);
+    }
+    let mut rows = bench.rows(
+        &test_guest,
+        &linux,
+        qemu.as_ref().map(|qemu| (qemu, &theirs)),
+    );
+    let how = |note| HowMeasured::here(VCPUS, kvm.memory_bytes, note);
+    let reads = "blocks of 4 KiB in no order, 32 at a time, past the guest's page cache";
+    let thread = "the same blocks by one thread, one at a time";
+    rows.push(host_reads.row("host.reads", "a host's thread", "reads/s", how(thread)));
+    rows.push(
+        guest_reads
+            .row("linux.reads", "kvm", "reads/s", how(reads))
+            .against("host.reads", host_reads.median())
+            .aiming_at("ratio >= 0.7", Bound::RatioAtLeast(0.7)),
+    );
+    Ok(rows)
+}
+
+/// What all measurements of a run need.
+struct Bench<'a> {
+    setting: &'a LinuxSetting,
+    kvm: &'a KvmSetting,
+    stop: &'a (dyn Fn() -> bool + Sync),
+}
+
+impl Bench<'_> {
+    fn load(&self) -> String {
+        let mib = (self.kvm.memory_bytes / 2) >> 20;
+        let net = self.kvm.taps.as_ref().map_or("", |_| " pf_net=7777");
+        format!("console=ttyS0 panic=-1 quiet pf=load pf_mib={mib}{net}")
+    }
+
+    /// Moves a VM of ours: Linux with this command line, or the test guest. Returns what [`Times`]
+    /// has.
+    fn move_ours(&self, linux: Option<&str>) -> Result<[f64; 3], BenchError> {
+        let scratch = Scratch::new()?;
+        let disk = linux.map(|_| write_disk(&scratch)).transpose()?;
+        let (here, there) = (scratch.path("here"), scratch.path("there"));
+        let consoles = ["console-here", "console-there"].map(|name| scratch.path(name));
+        let devices = |command: &mut Command, side: usize| {
+            if let Some(disk) = &disk {
+                command.arg("--disk").arg(disk);
+                command.arg("--console").arg(&consoles[side]);
+                if let Some(taps) = &self.kvm.taps {
+                    command.args(["--net", &taps[side]]);
+                }
+            }
+        };
+        let source = self.start(&scratch, "run", |command| {
+            command.args(["--engine", "kvm", "--vcpus", &VCPUS.to_string()]);
+            let memory = format!("{}M", self.kvm.memory_bytes >> 20);
+            command.args(["--memory", &memory]).arg("--control");
+            command.arg(&here);
+            if let Some(line) = linux {
+                self.boots(command, line);
+            }
+            devices(command, 0);
+        });
+        let mut source = source?;
+        self.wait_for("the VM", || {
+            source.check()?;
+            Ok(here.exists().then_some(()))
+        })?;
+        if linux.is_some() {
+            self.listen_to(&consoles[0], 2 * LINES, &mut || source.check())?;
+        }
+        let warm = Instant::now() + WARM_UP;
+        self.wait_for("the warm-up", || Ok((Instant::now() > warm).then_some(())))?;
+        let at = format!("unix:{}", scratch.path("in").display());
+        let destination = self.start(&scratch, "receive", |command| {
+            command.args(["--listen", &at, "--json", "--control"]);
+            command.arg(&there);
+            devices(command, 1);
+        });
+        let mut destination = destination?;
+        self.wait_for("the destination", || {
+            destination.check()?;
+            Ok(scratch.path("in").exists().then_some(()))
+        })?;
+        let migrate = self.start(&scratch, "migrate", |command| {
+            command.args(["--to", &at, "--precopy-passes", "1", "--json", "--vm"]);
+            command.arg(&here);
+        })?;
+        let sent = self.end(migrate)?;
+        if linux.is_some() {
+            self.listen_to(&consoles[1], LINES, &mut || destination.check())?;
+        }
+        let quit = self.start(&scratch, "quit", |command| {
+            command.arg("--vm").arg(&there);
+        })?;
+        self.end(quit)?;
+        let arrived = self.end(destination)?;
+        self.end(source)?;
+        let figure = |value: &Value, what: &str| {
+            let missing = || BenchError::Peer(format!("its report lacks {what}"));
+            value.as_f64().ok_or_else(missing)
+        };
+        Ok([
+            figure(&json(&sent)?["blackout_ms"], "blackout_ms")?,
+            figure(&json(&arrived)?["stall_us"]["p50"], "stall_us.p50")?,
+            figure(&json(&arrived)?["stall_us"]["p99"], "stall_us.p99")?,
+        ])
+    }
+
+    /// As [`Self::move_ours`], of Linux on QEMU.
+    fn move_qemus(&self, qemu: &Qemu) -> Result<[f64; 3], BenchError> {
+        let spec = KernelSpec {
+            kernel: &self.setting.kernel,
+            initrd: &self.setting.initrd,
+            command_line: &self.load().replace(" pf_net=7777", ""),
+            vcpus: VCPUS,
+            memory_bytes: self.kvm.memory_bytes,
+        };
+        let mut machine = KernelMachine::boot(qemu, &spec)?;
+        self.listen_to(&machine.console(), 2 * LINES, &mut || machine.check())?;
+        let warm = Instant::now() + WARM_UP;
+        self.wait_for("the warm-up", || Ok((Instant::now() > warm).then_some(())))?;
+        let late = Instant::now() + LIMIT;
+        let go_on = || self.go_on(late, "a move of QEMU");
+        let (mut there, took) = machine.moved(qemu, &spec, &go_on)?;
+        self.listen_to(&there.console(), LINES, &mut || there.check())?;
+        let stalls: Samples = took
+            .traced
+            .stalls
+            .iter()
+            .map(|&ns| ns as f64 / 1e3)
+            .collect();
+        Ok([took.downtime_ms, stalls.median(), stalls.quantile(0.99)])
+    }
+
+    /// The blocks of the disk that Linux reads in a second.
+    fn guest_reads(&self, scratch: &Scratch, disk: &Path) -> Result<f64, BenchError> {
+        let console = scratch.path("console");
+        let seconds = READS.as_secs();
+        let line = format!("console=ttyS0 panic=-1 quiet pf=reads pf_seconds={seconds}");
+        let run = self.start(scratch, "run", |command| {
+            command.args(["--engine", "kvm", "--vcpus", &VCPUS.to_string()]);
+            command.args(["--memory", "128M", "--disk"]).arg(disk);
+            command.arg("--console").arg(&console);
+            self.boots(command, &line);
+        })?;
+        self.end(run)?;
+        let mut reads = None;
+        for line in Splitter::default().take(&text_of(&console)) {
+            if let Some(Line::Reads { ns, blocks }) = parse(&line)? {
+                reads = Some(blocks as f64 / (ns.max(1) as f64 / 1e9));
+            }
+        }
+        let silent = "this initrd has no mode pf=reads: build it again by `cargo xtask guest-linux \
+                      --arch x86_64`";
+        reads.ok_or_else(|| BenchError::Setting(silent.into()))
+    }
+
+    fn boots(&self, command: &mut Command, line: &str) {
+        command.arg("--kernel").arg(&self.setting.kernel);
+        command.arg("--initrd").arg(&self.setting.initrd);
+        command.args(["--cmdline", line]);
+    }
+
+    /// Starts a command of this program.
+    fn start(
+        &self,
+        scratch: &Scratch,
+        name: &'static str,
+        more: impl FnOnce(&mut Command),
+    ) -> Result<Process, BenchError> {
+        let mut command = Command::new(&self.setting.executable);
+        command.arg(name);
+        more(&mut command);
+        Process::start(command, name, scratch)
+    }
+
+    /// Waits for the end of a process that must succeed. Returns what it has written.
+    fn end(&self, mut process: Process) -> Result<Vec<u8>, BenchError> {
+        self.wait_for(process.name, || process.ended())?;
+        Ok(text_of(&process.output))
+    }
+
+    /// Waits for so many lines of the first process.
+    fn listen_to(
+        &self,
+        console: &Path,
+        lines: u32,
+        check: &mut dyn FnMut() -> Result<(), BenchError>,
+    ) -> Result<(), BenchError> {
+        self.wait_for("a line of Linux", || {
+            let mut seen = 0;
+            for line in Splitter::default().take(&text_of(console)) {
+                // The beginning of the first line may be at the other end.
+                match parse(&line) {
+                    Ok(Some(Line::Done)) => {
+                        return Err(BenchError::Stopped("its load ended".into()));
+                    }
+                    Ok(Some(_)) => seen += 1,
+                    Ok(None) => {}
+                    Err(why) => return Err(why),
+                }
+            }
+            if seen >= lines {
+                return Ok(Some(()));
+            }
+            check()?;
+            Ok(None)
+        })
+    }
+
+    fn wait_for<T>(
+        &self,
+        what: &str,
+        mut ready: impl FnMut() -> Result<Option<T>, BenchError>,
+    ) -> Result<T, BenchError> {
+        let late = Instant::now() + LIMIT;
+        loop {
+            if let Some(value) = ready()? {
+                return Ok(value);
+            }
+            self.go_on(late, what)?;
+            std::thread::sleep(POLL);
+        }
+    }
+
+    fn go_on(&self, late: Instant, what: &str) -> Result<(), BenchError> {
+        match Instant::now() > late {
+            _ if (self.stop)() => Err(BenchError::Cancelled),
+            true => Err(BenchError::Busy(format!(
+                "{what} was not there within {} s",
+                LIMIT.as_secs()
+            ))),
+            false => Ok(()),
+        }
+    }
+
+    fn rows(&self, test_guest: &Times, linux: &Times, qemu: Option<(&Qemu, &Times)>) -> Vec<Row> {
+        let how = |note: &str| HowMeasured::here(VCPUS, self.kvm.memory_bytes, note);
+        let mib = (self.kvm.memory_bytes / 2) >> 20;
+        let net = self
+            .kvm
+            .taps
+            .as_ref()
+            .map_or("a disk", |_| "a disk and a network");
+        let load =
+            format!("with {net}; it rewrites and checks {mib} MiB and files, beside a timer");
+        let page = "of a move: from the fault of a vCPU on a missing page until it may go on; the \
+                    page comes over a unix socket";
+        let mut rows = vec![
+            test_guest.blackouts.row(
+                "blackout",
+                "kvm",
+                "ms",
+                how("the test guest: all vCPUs rewrite memory all the time; 1 pre-copy pass"),
+            ),
+            linux
+                .blackouts
+                .row("linux.blackout", "kvm", "ms", how(&load))
+                .against("blackout", test_guest.blackouts.median())
+                .aiming_at("ratio <= 1.5", Bound::RatioAtMost(1.5)),
+        ];
+        let name = qemu.map(|(qemu, _)| format!("QEMU {}", qemu.version));
+        if let (Some((_, theirs)), Some(name)) = (qemu, &name) {
+            let note = "what QEMU calls the downtime; no disk and no network";
+            rows.push(
+                theirs
+                    .blackouts
+                    .row("linux.blackout", name.as_str(), "ms", how(note)),
+            );
+        }
+        let pages = |times: &Times, case, subject: &str, late: bool| {
+            let (samples, which) = match late {
+                false => (&times.pages, "the median"),
+                true => (&times.late_pages, "the 99th percentile"),
+            };
+            samples.row(case, subject, "us", how(&format!("{which} {page}")))
+        };
+        rows.push(pages(test_guest, "page", "kvm", false));
+        for (case, late) in [("linux.page", false), ("linux.page_p99", true)] {
+            let ours = pages(linux, case, "kvm", late);
+            let Some(((_, theirs), name)) = qemu.zip(name.as_ref()) else {
+                rows.push(ours);
+                continue;
+            };
+            let theirs = pages(theirs, case, name, late);
+            rows.push(ours.against(name.as_str(), theirs.value));
+            rows.push(theirs);
+        }
+        rows
+    }
+}
+
+/// A command of this program that runs. Dropping it kills it.
+struct Process {
+    child: Child,
+    name: &'static str,
+    output: PathBuf,
+    errors: PathBuf,
+}
+
+impl Process {
+    fn start(
+        mut command: Command,
+        name: &'static str,
+        scratch: &Scratch,
+    ) -> Result<Self, BenchError> {
+        let [output, errors] = ["out", "err"].map(|kind| scratch.path(&format!("{name}-{kind}")));
+        let os = |source| BenchError::Os {
+            what: "cannot start another process",
+            source,
+        };
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(File::create(&output).map_err(os)?)
+            .stderr(File::create(&errors).map_err(os)?)
+            .spawn();
+        Ok(Self {
+            child: child.map_err(os)?,
+            name,
+            output,
+            errors,
+        })
+    }
+
+    /// `Some` once it has succeeded.
+    fn ended(&mut self) -> Result<Option<()>, BenchError> {
+        match self.child.try_wait() {
+            Ok(Some(status)) if status.success() => Ok(Some(())),
+            Ok(Some(status)) => {
+                let errors = String::from_utf8_lossy(&text_of(&self.errors)).into_owned();
+                let last = errors.lines().last().unwrap_or("it does not say why");
+                let why = format!("'{}' ended ({status}): {last}", self.name);
+                Err(BenchError::Peer(why))
+            }
+            Ok(None) => Ok(None),
+            Err(why) => Err(BenchError::Peer(why.to_string())),
+        }
+    }
+
+    /// Fails if it has ended.
+    fn check(&mut self) -> Result<(), BenchError> {
+        match self.ended()? {
+            Some(()) => Err(BenchError::Peer(format!("'{}' ended early", self.name))),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn json(bytes: &[u8]) -> Result<Value, BenchError> {
+    serde_json::from_slice(bytes).map_err(|why| BenchError::Peer(format!("its report: {why}")))
+}
+
+/// What is in a file so far.
+fn text_of(path: &Path) -> Vec<u8> {
+    std::fs::read(path).unwrap_or_default()
+}
+
+/// Writes a disk whose blocks differ.
+fn write_disk(scratch: &Scratch) -> Result<PathBuf, BenchError> {
+    let path = scratch.path("disk");
+    let bytes: Vec<u8> = (0..DISK / 8).flat_map(u64::to_le_bytes).collect();
+    std::fs::write(&path, bytes).map_err(|source| BenchError::Os {
+        what: "cannot write a disk",
+        source,
+    })?;
+    Ok(path)
+}
+
+/// The blocks of the disk that a thread reads in a second, in the order of the guest's first reader.
+fn host_reads_of(disk: &Path) -> Result<f64, BenchError> {
+    let os = |source| BenchError::Os {
+        what: "cannot read the disk",
+        source,
+    };
+    let file = File::open(disk).map_err(os)?;
+    let (mut x, mut reads, mut block) = (0_u64, 0_u64, [0; BLOCK]);
+    let start = Instant::now();
+    while start.elapsed() < READS {
+        x = x
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        let at = (x >> 33) % (DISK / BLOCK as u64) * BLOCK as u64;
+        file.read_exact_at(&mut block, at).map_err(os)?;
+        reads += 1;
+    }
+    Ok(reads as f64 / start.elapsed().as_secs_f64())
+}
