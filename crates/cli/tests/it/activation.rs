@@ -1,8 +1,9 @@
 //! `receive --activated`: the listening socket comes from a service manager.
 
-use crate::support::{Dir, PAGEFERRY, Process, Source, assert_whole, pageferry, status};
-use pageferry_testkit::shaper::{Plan, Shaper, Which};
-use pageferry_testkit::wait_for;
+use crate::support::{
+    Dir, PAGEFERRY, Process, Source, assert_whole, held_link, pageferry, status, wait_for_handover,
+};
+use pageferry_testkit::shaper::Which;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
@@ -35,20 +36,15 @@ fn a_vm_moves_to_an_activated_socket_and_survives_a_cut() {
     let destination = activated(socket.into(), "1", there, &dir);
     let said = destination.wait_until_said("listening on tcp:");
     assert_eq!(said, address.to_string());
-    let plan = Plan {
-        rate: Some(4 << 20),
-        ..Plan::default()
-    };
-    let shaper = Shaper::start(address, plan).unwrap();
+    let shaper = held_link(&said);
     let source = Source::start("16M");
     source.wait_until_all_is_written();
     let more = ["--precopy-passes", "0", "--dead-after", "500ms"];
-    let migrate = source.migrate_with(&shaper.addr().to_string(), &more);
-    wait_for("the guest to run there", || {
-        (status(&control)?["session"]["stage"] == "running").then_some(())
-    });
+    let mut migrate = source.migrate_with(&shaper.addr().to_string(), &more);
+    wait_for_handover(&mut migrate, &control);
     // The listener serves the next generation too.
     shaper.reset(Which::All);
+    shaper.throttle(None);
     migrate.end().assert_ok();
     source.process.end().assert_ok();
     assert_whole(&control);

@@ -1,7 +1,8 @@
 //! `--metrics`: figures of a live migration and after it, and clients that break the rules.
 
-use crate::support::{Destination, Dir, Process, Source, pageferry, status};
-use pageferry_testkit::shaper::{Plan, Shaper};
+use crate::support::{
+    Destination, Dir, Process, Source, held_link, pageferry, status, wait_during,
+};
 use pageferry_testkit::{LIMIT, wait_for};
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -67,21 +68,18 @@ fn metrics_tell_of_a_migration_and_after_it() {
     let before = Page::scrape(&address);
     assert_eq!(before.get("vm_state{state=\"waiting\"}"), 1.0);
     assert_eq!(before.get("session_state{state=\"none\"}"), 1.0);
-    let plan = Plan {
-        rate: Some(4 << 20),
-        ..Plan::default()
-    };
-    let shaper = Shaper::start(destination.address.parse().unwrap(), plan).unwrap();
+    let shaper = held_link(&destination.address);
     source.wait_until_all_is_written();
     let to = shaper.addr().to_string();
-    let migrate = source.migrate_with(&to, &["--precopy-passes", "0"]);
-    let live = wait_for("a live migration with a rate", || {
+    let mut migrate = source.migrate_with(&to, &["--precopy-passes", "0"]);
+    let live = wait_during(&mut migrate, "a live migration with a rate", || {
         let page = Page::scrape(&address);
         let runs = page.get("session_state{state=\"running\"}") == 1.0;
         let rate = page.get("page_rate_bytes_per_second") > 0.0;
         let left = page.0.contains("pageferry_time_left_seconds ");
         (runs && rate && left && page.get("stall_seconds_count") > 0.0).then_some(page)
     });
+    shaper.throttle(None);
     assert!(live.get("pages_left") > 0.0);
     assert_eq!(live.get("left_bytes"), live.get("pages_left") * 4096.0);
     assert_eq!(live.get("session_connected"), 1.0);

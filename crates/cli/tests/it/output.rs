@@ -1,9 +1,12 @@
 //! Output that cannot be written, or that nobody takes: it neither ends nor stops a VM, and each
 //! command beside a VM ends with its exit code.
 
-use crate::support::{Dir, PAGEFERRY, Process, Source, assert_whole, pageferry, status};
+use crate::support::{
+    Dir, PAGEFERRY, Process, Source, assert_whole, held_link, pageferry, status, wait_for_handover,
+    wait_until_all_is_written,
+};
 use crate::terminal::run_echo;
-use pageferry_testkit::shaper::{Plan, Shaper, Which};
+use pageferry_testkit::shaper::Which;
 use pageferry_testkit::wait_for;
 use rustix::fs::OFlags;
 use rustix::process::Signal;
@@ -79,22 +82,16 @@ fn assert_moves(to: &OwnedFd) {
         "receive --listen 127.0.0.1:0 --log debug --control {there} --metrics unix:{listen}"
     );
     let destination = with(both, to, &words.split(' ').collect::<Vec<_>>(), &dir);
-    let running = || status(&paths[0]).filter(|status| status["state"] == "running");
-    wait_for("the VM", running);
+    wait_until_all_is_written(&paths[0]);
     // Its address is in no output that this test can read.
     let address = wait_for("the destination's port", || listening(destination.pid()));
-    let plan = Plan {
-        rate: Some(4 << 20),
-        ..Plan::default()
-    };
-    let shaper = Shaper::start(address.parse().unwrap(), plan).unwrap();
+    let shaper = held_link(&address);
     let shaped = shaper.addr().to_string();
     let words = format!("migrate --vm {here} --to {shaped} --precopy-passes 0 --channels 2");
-    let migrate = Process::start(&words.split(' ').collect::<Vec<_>>(), &dir);
-    wait_for("the guest to run there", || {
-        (status(&paths[1])?["session"]["stage"] == "running").then_some(())
-    });
+    let mut migrate = Process::start(&words.split(' ').collect::<Vec<_>>(), &dir);
+    wait_for_handover(&mut migrate, &paths[1]);
     shaper.reset(Which::All);
+    shaper.throttle(None);
     migrate.end().assert_ok();
     assert_whole(&paths[1]);
     let arrived = status(&paths[1]).unwrap();

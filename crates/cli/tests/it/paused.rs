@@ -1,14 +1,12 @@
 //! A paused VM moves between processes, and arrives paused. `pause` and `resume` during a migration.
 
 use crate::support::{
-    Destination, Source, assert_runs_on, assert_whole, pageferry, pages_done, status,
+    Destination, Source, assert_runs_on, assert_whole, held_link, pageferry, pages_done, status,
+    wait_during,
 };
-use pageferry_testkit::shaper::{Plan, Shaper, Which};
+use pageferry_testkit::shaper::Which;
 use pageferry_testkit::{skip, wait_for};
 use std::path::Path;
-
-/// A link slow enough to act while pages are missing, in bytes a second.
-const SLOW: u64 = 4 << 20;
 
 /// Runs a command for the VM of this socket.
 #[track_caller]
@@ -120,20 +118,18 @@ fn the_destination_has_a_paused_vm_from_the_hand_over_on() {
     let source = Source::start("16M");
     let destination = Destination::start_on_tcp(&[]);
     let (here, there) = (&source.socket, &destination.socket);
-    let plan = Plan {
-        rate: Some(SLOW),
-        ..Plan::default()
-    };
-    let shaper = Shaper::start(destination.address.parse().unwrap(), plan).unwrap();
+    let shaper = held_link(&destination.address);
     source.wait_until_all_is_written();
     on(here, &["pause"]).assert_ok();
     let to = shaper.addr().to_string();
-    let migrate = source.migrate_with(&to, &["--precopy-passes", "0"]);
-    wait_for("post-copy", || {
+    let mut migrate = source.migrate_with(&to, &["--precopy-passes", "0"]);
+    wait_during(&mut migrate, "post-copy", || {
         (status(there)?["phase"] == "post-copy").then_some(())
     });
     assert_eq!(is_paused(there), Some(true));
-    wait_for("the source to know", || is_paused(here)?.then_some(()));
+    wait_during(&mut migrate, "the source to know", || {
+        is_paused(here)?.then_some(())
+    });
     on(here, &["resume"]).assert_failed(17, "pause and resume it at its destination");
     on(there, &["resume"]).assert_ok();
     assert_eq!(is_paused(there), Some(false));
@@ -157,17 +153,13 @@ fn a_vm_that_lacks_pages_is_not_one_that_its_owner_has_paused() {
     let source = Source::start("16M");
     let destination = Destination::start_on_tcp(&[]);
     let (here, there) = (&source.socket, &destination.socket);
-    let plan = Plan {
-        rate: Some(SLOW),
-        ..Plan::default()
-    };
-    let shaper = Shaper::start(destination.address.parse().unwrap(), plan).unwrap();
+    let shaper = held_link(&destination.address);
     source.wait_until_all_is_written();
     on(here, &["pause"]).assert_ok();
     let pages = pages_done(here);
     let to = shaper.addr().to_string();
-    let migrate = source.migrate_with(&to, &["--precopy-passes", "0"]);
-    wait_for("post-copy", || {
+    let mut migrate = source.migrate_with(&to, &["--precopy-passes", "0"]);
+    wait_during(&mut migrate, "post-copy", || {
         (status(there)?["phase"] == "post-copy").then_some(())
     });
     shaper.refuse(true);

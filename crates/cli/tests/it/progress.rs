@@ -1,7 +1,6 @@
 //! The progress on a terminal: one line that fits, and log lines that leave it whole.
 
-use crate::support::{Destination, PAGEFERRY, Process, Source, status};
-use pageferry_testkit::shaper::{Plan, Shaper};
+use crate::support::{Destination, PAGEFERRY, Process, Source, held_link, status, wait_during};
 use pageferry_testkit::{skip, wait_for};
 use std::process::Command;
 
@@ -96,16 +95,14 @@ fn the_progress_is_one_line_and_log_lines_leave_it_whole() {
         ];
         let destination = on_terminal(&[&args[..], &[socket.to_str().unwrap()]].concat(), columns);
         let address = destination.wait_until_said("listening on tcp:");
-        let plan = Plan {
-            rate: Some(8 << 20),
-            ..Plan::default()
-        };
-        let shaper = Shaper::start(address.trim().parse().unwrap(), plan).unwrap();
+        let shaper = held_link(address.trim());
         let to = shaper.addr().to_string();
-        source
-            .migrate_with(&to, &["--precopy-passes", "0"])
-            .end()
-            .assert_ok();
+        let mut migrate = source.migrate_with(&to, &["--precopy-passes", "0"]);
+        wait_during(&mut migrate, "the time left", || {
+            destination.said().contains(" s left").then_some(())
+        });
+        shaper.throttle(None);
+        migrate.end().assert_ok();
         wait_for("the VM", || {
             (status(&socket)?["state"] == "running").then_some(())
         });

@@ -1,20 +1,11 @@
 //! Connections that break after the hand-over, and the operator's commands.
 
-use crate::support::{Destination, Source, assert_runs_on, assert_whole, pageferry, status};
-use pageferry_testkit::shaper::{Plan, Shaper, Which};
+use crate::support::{
+    Destination, Source, assert_runs_on, assert_whole, held_link, pageferry, status, wait_during,
+    wait_for_handover,
+};
+use pageferry_testkit::shaper::Which;
 use pageferry_testkit::wait_for;
-
-/// A link slow enough to act while pages are missing, in bytes a second.
-const SLOW: u64 = 4 << 20;
-
-fn shaper(destination: &Destination) -> Shaper {
-    let to = &destination.address;
-    let plan = Plan {
-        rate: Some(SLOW),
-        ..Plan::default()
-    };
-    Shaper::start(to.parse().unwrap(), plan).unwrap()
-}
 
 fn stage(socket: &std::path::Path) -> Option<String> {
     let status = status(socket)?;
@@ -25,7 +16,7 @@ fn stage(socket: &std::path::Path) -> Option<String> {
 fn a_vm_goes_on_when_all_connections_break() {
     let source = Source::start("16M");
     let destination = Destination::start_on_tcp(&[]);
-    let shaper = shaper(&destination);
+    let shaper = held_link(&destination.address);
     source.wait_until_all_is_written();
     let more = [
         "--precopy-passes",
@@ -35,14 +26,13 @@ fn a_vm_goes_on_when_all_connections_break() {
         "--urgent-channels",
         "2",
     ];
-    let migrate = source.migrate_with(&shaper.addr().to_string(), &more);
-    wait_for("the guest to run there", || {
-        (stage(&destination.socket)? == "running").then_some(())
-    });
+    let mut migrate = source.migrate_with(&shaper.addr().to_string(), &more);
+    wait_for_handover(&mut migrate, &destination.socket);
     for _ in 0..3 {
         shaper.reset(Which::All);
         std::thread::sleep(std::time::Duration::from_millis(200));
     }
+    shaper.throttle(None);
     assert_runs_on(&destination.socket);
     let ended = migrate.end();
     ended.assert_ok();
@@ -60,19 +50,18 @@ fn a_stopped_destination_is_left_and_found_again() {
     use rustix::process::Signal;
     let source = Source::start("16M");
     let destination = Destination::start_on_tcp(&[]);
-    let shaper = shaper(&destination);
+    let shaper = held_link(&destination.address);
     source.wait_until_all_is_written();
     let more = ["--precopy-passes", "0", "--dead-after", "300ms"];
-    let migrate = source.migrate_with(&shaper.addr().to_string(), &more);
-    wait_for("the guest to run there", || {
-        (stage(&destination.socket)? == "running").then_some(())
-    });
+    let mut migrate = source.migrate_with(&shaper.addr().to_string(), &more);
+    wait_for_handover(&mut migrate, &destination.socket);
     destination.process.signal(Signal::STOP);
-    wait_for("the source to notice", || {
+    wait_during(&mut migrate, "the source to notice", || {
         let status = status(&source.socket)?;
         (status["session"]["generation"].as_u64()? > 1).then_some(())
     });
     destination.process.signal(Signal::CONT);
+    shaper.throttle(None);
     migrate.end().assert_ok();
     source.process.end().assert_ok();
     assert_whole(&destination.socket);
@@ -82,16 +71,14 @@ fn a_stopped_destination_is_left_and_found_again() {
 fn an_operator_gives_another_way() {
     let source = Source::start("16M");
     let destination = Destination::start_on_tcp(&[]);
-    let shaper = shaper(&destination);
+    let shaper = held_link(&destination.address);
     let (here, there) = (&source.socket, &destination.socket);
     let vm = |socket: &std::path::Path| socket.to_str().unwrap().to_owned();
     pageferry(&["recover", "--vm", &vm(here), "--to", "127.0.0.1:1"])
         .assert_failed(17, "nothing to recover");
     source.wait_until_all_is_written();
-    let migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
-    wait_for("the hand-over", || {
-        (stage(there)? == "running").then_some(())
-    });
+    let mut migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
+    wait_for_handover(&mut migrate, there);
     shaper.refuse(true);
     shaper.reset(Which::All);
     pageferry(&["recover", "--vm", &vm(here), "--listen", "127.0.0.1:0"])
@@ -109,14 +96,12 @@ fn an_operator_gives_another_way() {
 fn an_operator_ends_it_and_resumes_the_whole_copy() {
     let source = Source::start("16M");
     let destination = Destination::start_on_tcp(&[]);
-    let shaper = shaper(&destination);
+    let shaper = held_link(&destination.address);
     source.wait_until_all_is_written();
     let vm = source.socket.to_str().unwrap();
     pageferry(&["abandon", "--vm", vm]).assert_failed(17, "nothing to abandon");
-    let migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
-    wait_for("the hand-over", || {
-        (stage(&destination.socket)? == "running").then_some(())
-    });
+    let mut migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
+    wait_for_handover(&mut migrate, &destination.socket);
     shaper.refuse(true);
     shaper.reset(Which::All);
     let there = destination.socket.to_str().unwrap();
@@ -146,13 +131,11 @@ fn an_operator_ends_it_and_resumes_the_whole_copy() {
 fn an_operator_who_knows_that_the_destination_is_gone_runs_the_vm_at_its_source() {
     let source = Source::start("16M");
     let destination = Destination::start_on_tcp(&[]);
-    let shaper = shaper(&destination);
+    let shaper = held_link(&destination.address);
     source.wait_until_all_is_written();
     let vm = source.socket.to_str().unwrap();
-    let migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
-    wait_for("the hand-over", || {
-        (stage(&destination.socket)? == "running").then_some(())
-    });
+    let mut migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
+    wait_for_handover(&mut migrate, &destination.socket);
     pageferry(&["cancel", "--vm", vm]).assert_failed(17, "too late to cancel");
     // Its host loses power.
     drop(destination);

@@ -4,9 +4,12 @@ use crate::activation::activated_command;
 use crate::support::certificates::{Authority, Now, SideFlags};
 use crate::support::service_filter::{filtered, filtered_without, restrict};
 use crate::support::terminal::Pty;
-use crate::support::{Destination, Dir, PAGEFERRY, Process, Source, assert_whole, status};
+use crate::support::{
+    Destination, Dir, PAGEFERRY, Process, Source, assert_whole, held_link, status,
+    wait_for_handover,
+};
 use crate::terminal::{is_stopped, run_echo};
-use pageferry_testkit::shaper::{Plan, Shaper, Which};
+use pageferry_testkit::shaper::Which;
 use pageferry_testkit::{wait_for, wait_until};
 use rustix::process::Signal;
 use std::net::TcpListener;
@@ -46,11 +49,7 @@ fn a_vm_moves_over_tls_and_every_command_works() {
     flags.extend(["--metrics".to_owned(), at]);
     let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
     let destination = Destination::start_by(filtered(), "127.0.0.1:0", &flags);
-    let plan = Plan {
-        rate: Some(4 << 20),
-        ..Plan::default()
-    };
-    let shaper = Shaper::start(destination.address.parse().unwrap(), plan).unwrap();
+    let shaper = held_link(&destination.address);
     let source = Source::start_by(filtered(), "soft", "16M");
     source.wait_until_all_is_written();
     let (vm, to) = (source.socket.display(), shaper.addr());
@@ -68,10 +67,8 @@ fn a_vm_moves_over_tls_and_every_command_works() {
     assert_runs(&format!("{migrate} --check"), &source.dir);
     let args = format!("{migrate} --precopy-passes 0 --channels 2 --cpus 0");
     let args: Vec<&str> = args.split(' ').collect();
-    let migrate = Process::start_by(filtered(), &args, &source.dir);
-    wait_for("the guest to run there", || {
-        (status(&destination.socket)?["session"]["stage"] == "running").then_some(())
-    });
+    let mut migrate = Process::start_by(filtered(), &args, &source.dir);
+    wait_for_handover(&mut migrate, &destination.socket);
     let control = destination.socket.display();
     assert_runs(
         &format!("recover --vm {control} --listen 127.0.0.1:0"),
@@ -79,6 +76,7 @@ fn a_vm_moves_over_tls_and_every_command_works() {
     );
     assert_runs(&format!("set --vm {vm} --max-bandwidth 100M"), &source.dir);
     shaper.reset(Which::All);
+    shaper.throttle(None);
     migrate.end().assert_ok();
     source.process.end().assert_ok();
     assert_whole(&destination.socket);

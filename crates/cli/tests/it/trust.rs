@@ -1,9 +1,10 @@
 //! TLS between two processes: peers that prove who they are, and peers that do not.
 
 use crate::support::certificates::{Authority, Now, Side, SideFlags};
-use crate::support::{Destination, Process, Source, assert_whole, pageferry, status};
-use pageferry_testkit::shaper::{Plan, Shaper, Which};
-use pageferry_testkit::wait_for;
+use crate::support::{
+    Destination, Process, Source, assert_whole, held_link, pageferry, status, wait_for_handover,
+};
+use pageferry_testkit::shaper::Which;
 
 fn refs(flags: &[String]) -> Vec<&str> {
     flags.iter().map(String::as_str).collect()
@@ -29,19 +30,14 @@ fn a_vm_moves_over_tls_and_survives_lost_connections() {
         authority.issue(&["there"], Now),
     );
     let destination = destination(&there);
-    let plan = Plan {
-        rate: Some(4 << 20),
-        ..Plan::default()
-    };
-    let shaper = Shaper::start(destination.address.parse().unwrap(), plan).unwrap();
+    let shaper = held_link(&destination.address);
     let source = Source::start("16M");
     source.wait_until_all_is_written();
     let more = ["--precopy-passes", "0", "--channels", "2"];
-    let migrate = migrate(&source, &shaper.addr().to_string(), &here, &more);
-    wait_for("the guest to run there", || {
-        (status(&destination.socket)?["session"]["stage"] == "running").then_some(())
-    });
+    let mut migrate = migrate(&source, &shaper.addr().to_string(), &here, &more);
+    wait_for_handover(&mut migrate, &destination.socket);
     shaper.reset(Which::All);
+    shaper.throttle(None);
     migrate.end().assert_ok();
     source.process.end().assert_ok();
     source.dir.assert_empty();

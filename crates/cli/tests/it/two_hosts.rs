@@ -1,7 +1,10 @@
 //! A VM moves between two network namespaces over TLS, also while their addresses change.
 
 use crate::support::certificates::{Authority, Now, Side, SideFlags};
-use crate::support::{Destination, PAGEFERRY, Process, Source, assert_whole, pageferry, status};
+use crate::support::{
+    Destination, PAGEFERRY, Process, Source, assert_whole, pageferry, status, wait_during,
+    wait_for_handover,
+};
 use pageferry_testkit::netns;
 use pageferry_testkit::two_hosts::{self, Host, Link, Rate, TwoHosts};
 use pageferry_testkit::wait_for;
@@ -93,24 +96,6 @@ fn assert_arrived(source: Source, destination: Destination) {
     destination.process.end().assert_ok();
 }
 
-/// Waits for the guest to run on the second host, before its memory is there.
-fn wait_for_handover(migrate: &mut Process, destination: &Destination) {
-    wait_during(migrate, "the guest to run there", || {
-        (session(&destination.socket)?["stage"] == "running").then_some(())
-    });
-}
-
-/// As [`wait_for`], for something that only happens while the VM moves.
-fn wait_during(migrate: &mut Process, what: &str, mut ready: impl FnMut() -> Option<()>) {
-    wait_for(what, || {
-        let moves = migrate.is_running();
-        ready().or_else(|| {
-            assert!(moves, "the migration ended: {what}");
-            None
-        })
-    });
-}
-
 fn session(socket: &Path) -> Option<serde_json::Value> {
     Some(status(socket)?["session"].clone())
 }
@@ -143,7 +128,7 @@ fn the_sources_address_changes_and_the_session_goes_on_by_itself() {
         return;
     };
     let mut migrate = pair.migrate();
-    wait_for_handover(&mut migrate, &pair.destination);
+    wait_for_handover(&mut migrate, &pair.destination.socket);
     let hosts = &pair.hosts;
     hosts
         .add_address(Host::A, Ipv4Addr::new(198, 18, 0, 11))
@@ -162,7 +147,7 @@ fn the_destinations_address_changes_and_an_operator_gives_the_new_one() {
         return;
     };
     let mut migrate = pair.migrate();
-    wait_for_handover(&mut migrate, &pair.destination);
+    wait_for_handover(&mut migrate, &pair.destination.socket);
     let (hosts, new) = (&pair.hosts, Ipv4Addr::new(198, 18, 0, 12));
     hosts.add_address(Host::B, new).unwrap();
     hosts
@@ -242,7 +227,7 @@ fn a_path_that_begins_to_drop_large_packets_delays_a_vm() {
     let (source, destination) = both(&hosts, &flags);
     let more = [&flags[..], &["--precopy-passes", "0"]].concat();
     let mut migrate = source.migrate_with(&destination.address, &more);
-    wait_for_handover(&mut migrate, &destination);
+    wait_for_handover(&mut migrate, &destination.socket);
     hosts.reshape(&slow.drops_above(1500)).unwrap();
     wait_during(&mut migrate, "a channel to be lost", || {
         (session(&source.socket)?["channels_lost"].as_u64()? > 0).then_some(())

@@ -2,8 +2,8 @@
 //! hand-over.
 
 use crate::support::peer::Peer;
-use crate::support::{Destination, Process, Source, pageferry, status};
-use pageferry_testkit::shaper::{Plan, Shaper, Which};
+use crate::support::{Destination, Process, Source, held_link, pageferry, status};
+use pageferry_testkit::shaper::Which;
 use pageferry_testkit::wait_for;
 use serde_json::Value;
 
@@ -28,11 +28,7 @@ fn assert_time(line: &Value) {
 fn events_have_times_and_tell_of_losses() {
     let source = Source::start("16M");
     let destination = Destination::start_on_tcp(&[]);
-    let plan = Plan {
-        rate: Some(4 << 20),
-        ..Plan::default()
-    };
-    let shaper = Shaper::start(destination.address.parse().unwrap(), plan).unwrap();
+    let shaper = held_link(&destination.address);
     source.wait_until_all_is_written();
     let to = shaper.addr().to_string();
     let args = [
@@ -53,6 +49,19 @@ fn events_have_times_and_tell_of_losses() {
         destination.socket.to_str().unwrap(),
     ];
     let watch = Process::start(&watch, &destination.dir);
+    watch.wait_until_said("stage");
+    migrate.wait_until_said("reconnected");
+    let rates = |line: &Value| {
+        let rates = &line["event"]["session"]["rates"];
+        let number = |key: &str| rates[key].as_u64().unwrap_or(0);
+        number("page_rate") > 0 && number("bytes_left") > 0 && number("time_left_ms") > 0
+    };
+    wait_for("rates", || {
+        let said = migrate.said();
+        let (whole, _) = said.rsplit_once('\n')?;
+        lines(whole).iter().any(rates).then_some(())
+    });
+    shaper.throttle(None);
     let ended = migrate.end();
     ended.assert_ok();
     let told = lines(&ended.stdout);
@@ -74,11 +83,6 @@ fn events_have_times_and_tell_of_losses() {
     );
     let phase = |line: &Value| line["event"]["phase"]["phase"] == "post-copy";
     at("phase", &phase);
-    let rates = |line: &Value| {
-        let rates = &line["event"]["session"]["rates"];
-        let number = |key: &str| rates[key].as_u64().unwrap_or(0);
-        number("page_rate") > 0 && number("bytes_left") > 0 && number("time_left_ms") > 0
-    };
     at("rates", &rates);
     let last = told.last().unwrap();
     assert!(last["result"]["pages"]["urgent"].is_u64(), "{last}");

@@ -8,6 +8,7 @@ pub(crate) mod service_filter;
 pub(crate) mod service_manager;
 pub(crate) mod terminal;
 
+use pageferry_testkit::shaper::{Plan, Shaper};
 use pageferry_testkit::{LIMIT, wait_for, wait_until};
 use serde_json::Value;
 use std::io::Read;
@@ -307,6 +308,16 @@ pub(crate) fn assert_whole(socket: &Path) {
     pageferry(&["verify", "--vm", socket.to_str().unwrap()]).assert_ok();
 }
 
+/// Waits until the guest has written all of its memory, so that no page of it is zero.
+#[track_caller]
+pub(crate) fn wait_until_all_is_written(socket: &Path) {
+    wait_for("the guest to have written all of it", || {
+        let passes = status(socket)?["guest"]["pass"].clone();
+        let written = |pass: &Value| pass.as_u64().is_some_and(|pass| pass > 1);
+        passes.as_array()?.iter().all(written).then_some(())
+    });
+}
+
 /// Waits until the control socket of `process` serves no client, so that there is room.
 pub(crate) fn wait_for_no_clients(process: &Process) {
     let tasks = PathBuf::from(format!("/proc/{}/task", process.pid()));
@@ -383,14 +394,10 @@ impl Source {
         Process::start(&args, &self.dir)
     }
 
-    /// Waits until the guest has written all of its memory, so that no page of it is zero.
+    /// As [`wait_until_all_is_written`], of this VM.
     #[track_caller]
     pub(crate) fn wait_until_all_is_written(&self) {
-        wait_for("the guest to have written all of it", || {
-            let passes = status(&self.socket)?["guest"]["pass"].clone();
-            let written = |pass: &Value| pass.as_u64().is_some_and(|pass| pass > 1);
-            passes.as_array()?.iter().all(written).then_some(())
-        });
+        wait_until_all_is_written(&self.socket);
     }
 
     /// The guest runs on, all its memory is right, and it ends leaving nothing behind.
@@ -461,6 +468,40 @@ impl Destination {
             dir,
         }
     }
+}
+
+/// A way to a destination on which post-copy of 16 MiB takes a minute. So a test on a busy machine
+/// acts before its end. `throttle(None)` lets the rest move fast.
+pub(crate) fn held_link(address: &str) -> Shaper {
+    let plan = Plan {
+        rate: Some(256 << 10),
+        ..Plan::default()
+    };
+    Shaper::start(address.parse().unwrap(), plan).unwrap()
+}
+
+/// Waits for the guest to run at the destination with this socket, before its memory is there.
+#[track_caller]
+pub(crate) fn wait_for_handover(migrate: &mut Process, there: &Path) {
+    wait_during(migrate, "the guest to run there", || {
+        (status(there)?["session"]["stage"] == "running").then_some(())
+    });
+}
+
+/// As [`wait_for`], for something that only happens while the VM moves.
+#[track_caller]
+pub(crate) fn wait_during<T>(
+    migrate: &mut Process,
+    what: &str,
+    mut ready: impl FnMut() -> Option<T>,
+) -> T {
+    wait_for(what, || {
+        let moves = migrate.is_running();
+        ready().or_else(|| {
+            assert!(moves, "the migration ended: {what}");
+            None
+        })
+    })
 }
 
 /// The process ids whose parent is `parent`.
