@@ -297,15 +297,16 @@ fn write(shared: &SinkState, mut bytes: &[u8]) -> Result<(), Errno> {
 mod tests {
     use super::*;
     use pageferry_testkit::LIMIT;
+    use rustix::pipe::{PipeFlags, pipe_with};
     use std::io::Read;
-    use std::os::fd::OwnedFd;
 
     fn notice(lost: u64) -> String {
         format!("{lost} lost\n")
     }
 
     fn pipe(capacity: usize) -> (File, Sink) {
-        let (reader, writer): (OwnedFd, OwnedFd) = rustix::pipe::pipe().unwrap();
+        // The children of other tests must not have it.
+        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
         let sink = Sink::start("test", To::File(writer.into()), capacity, notice).unwrap();
         (reader.into(), sink)
     }

@@ -19,18 +19,18 @@ use std::process::{Command, Stdio};
 
 /// A pipe that is full. Nobody reads it as long as the first end lives.
 fn full_pipe() -> (OwnedFd, OwnedFd) {
-    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
     let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
     rustix::fs::fcntl_setfl(&writer, flags | OFlags::NONBLOCK).unwrap();
     while rustix::io::write(&writer, &[b'.'; 4096]).is_ok() {}
     while rustix::io::write(&writer, b".").is_ok() {}
     rustix::fs::fcntl_setfl(&writer, flags).unwrap();
-    (reader, writer)
+    (reader.into(), writer.into())
 }
 
 /// A pipe whose reader has gone.
 fn broken_pipe() -> OwnedFd {
-    rustix::pipe::pipe().unwrap().1
+    std::io::pipe().unwrap().1.into()
 }
 
 fn full_disk() -> OwnedFd {
@@ -43,11 +43,11 @@ fn full_disk() -> OwnedFd {
 
 /// A terminal that has been closed.
 fn closed_terminal() -> OwnedFd {
-    let ours = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    let ours = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
     grantpt(&ours).unwrap();
     unlockpt(&ours).unwrap();
     let name = ptsname(&ours, Vec::new()).unwrap();
-    let flags = OFlags::RDWR | OFlags::NOCTTY;
+    let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
     let theirs = rustix::fs::open(name.as_c_str(), flags, rustix::fs::Mode::empty()).unwrap();
     drop(ours);
     assert_eq!(rustix::io::write(&theirs, b"x"), Err(rustix::io::Errno::IO));

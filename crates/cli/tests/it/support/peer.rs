@@ -41,8 +41,9 @@ fn accept(listener: &TcpListener) -> TcpStream {
 
 /// A port on which nobody listens. Nobody else gets it before the descriptor is dropped.
 pub(crate) fn nobody() -> (OwnedFd, String) {
-    use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
-    let taken = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
+    let (kind, flags) = (SocketType::STREAM, SocketFlags::CLOEXEC);
+    let taken = socket_with(AddressFamily::INET, kind, flags, None).unwrap();
     let any = std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, 0);
     bind(&taken, &any).unwrap();
     let address = std::net::SocketAddr::try_from(getsockname(&taken).unwrap()).unwrap();

@@ -34,7 +34,7 @@ impl Manager {
             self.socket.as_fd(),
             &mut parts,
             &mut ancillary,
-            RecvFlags::empty(),
+            RecvFlags::CMSG_CLOEXEC,
         );
         let len = got.unwrap().bytes;
         let mut fds = Vec::new();
