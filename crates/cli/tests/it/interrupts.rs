@@ -3,7 +3,7 @@
 use crate::support::link::Link;
 use crate::support::peer::Peer;
 use crate::support::{
-    Destination, Dir, Process, Source, assert_runs_on, children_of, is_alive, status,
+    Destination, Dir, Process, Source, assert_runs_on, children_of, is_alive, pageferry, status,
 };
 use pageferry_testkit::{LIMIT, wait_for};
 use rustix::process::Signal;
@@ -11,10 +11,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Bytes per millisecond: so few that 32 MiB take seconds on any host.
-const SLOW: u64 = 2 << 10;
 /// Bytes per millisecond: so few that 32 MiB take two minutes on any host.
-const VERY_SLOW: u64 = 256;
+const SLOW: u64 = 256;
 
 /// Waits until the current migration is in a phase whose name starts with `phase`.
 fn wait_for_phase(socket: &std::path::Path, phase: &str) {
@@ -109,7 +107,7 @@ fn a_destination_that_waits_or_fills_ends_at_once() {
         let source = Source::start("32M");
         let destination = Destination::start(&[]);
         let to = &destination.address;
-        let link = Link::start(&destination.dir.path("link"), to, VERY_SLOW);
+        let link = Link::start(&destination.dir.path("link"), to, SLOW);
         let migrate = (phase == "pre-copy").then(|| {
             let migrate = source.migrate(&link.address());
             wait_for_phase(&destination.socket, phase);
@@ -167,8 +165,7 @@ fn a_link_that_stays_broken_is_given_up_and_the_vm_stays_paused() {
         incomplete["delivery_because"],
         "it is the only one of the soft engine"
     );
-    let resume =
-        crate::support::pageferry(&["resume", "--vm", destination.socket.to_str().unwrap()]);
+    let resume = pageferry(&["resume", "--vm", destination.socket.to_str().unwrap()]);
     resume.assert_failed(17, "must not run without them");
     let before = status(&destination.socket).unwrap()["guest"].clone();
     std::thread::sleep(Duration::from_millis(200));
@@ -208,7 +205,7 @@ fn a_destination_in_postcopy_takes_all_of_it_in_first() {
 fn quit_over_the_control_socket_is_the_same() {
     let source = Source::start("16M");
     let socket = source.socket.to_str().unwrap();
-    crate::support::pageferry(&["quit", "--vm", socket]).assert_ok();
+    pageferry(&["quit", "--vm", socket]).assert_ok();
     source.process.end().assert_ok();
     source.dir.assert_empty();
 }
@@ -324,17 +321,19 @@ fn a_ctrl_c_of_long_ago_does_not_drop_the_only_whole_copy() {
 #[test]
 fn a_ctrl_c_in_postcopy_does_not_drop_what_arrived() {
     let source = Source::start("32M");
-    let mut destination = Destination::start(&["--give-up-after", "1s"]);
+    let mut destination = Destination::start(&[]);
     let link = Link::start(&destination.dir.path("link"), &destination.address, SLOW);
     source.wait_until_all_is_written();
-    let more = ["--precopy-passes", "0", "--give-up-after", "1s"];
-    let migrate = source.migrate_with(&link.address(), &more);
+    let migrate = source.migrate_with(&link.address(), &["--precopy-passes", "0"]);
     wait_for_phase(&destination.socket, "post-copy");
     destination.process.interrupt();
     destination
         .process
         .wait_until_said("it ends when all of it is here");
     link.cut();
+    for vm in [&destination.socket, &source.socket] {
+        pageferry(&["abandon", "--vm", vm.to_str().unwrap()]).assert_ok();
+    }
     migrate.end().assert_failed(10, "stays paused");
     wait_for("the VM to be incomplete", || {
         (status(&destination.socket)?["state"] == "incomplete").then_some(())
@@ -357,7 +356,7 @@ fn quit_in_precopy_says_that_the_vm_ends() {
     });
     let migrate = source.migrate(&address);
     wait_for_phase(&source.socket, "pre-copy");
-    crate::support::pageferry(&["quit", "--vm", source.socket.to_str().unwrap()]).assert_ok();
+    pageferry(&["quit", "--vm", source.socket.to_str().unwrap()]).assert_ok();
     let migrated = migrate.end();
     migrated.assert_failed(9, "it ends at the source");
     assert!(!migrated.stderr.contains("runs on"), "{migrated:?}");
@@ -374,20 +373,23 @@ fn the_second_in_migrate_stops_watching_and_says_so() {
     let source = Source::start("32M");
     let (address, server, over) = destination_that_stops_reading();
     source.wait_until_all_is_written();
-    let migrate = source.migrate_with(
-        &address,
-        &["--precopy-passes", "0", "--give-up-after", "1s"],
-    );
+    let migrate = source.migrate_with(&address, &["--precopy-passes", "0"]);
     wait_for_phase(&source.socket, "post-copy");
     migrate.interrupt();
     migrate.wait_until_said("again: stop watching");
     migrate.interrupt();
     migrate.end().assert_failed(9, "stopped watching");
+    source.process.interrupt();
+    source
+        .process
+        .wait_until_said("sending the rest of its memory first");
+    source.process.interrupt();
+    source
+        .process
+        .end()
+        .assert_failed(10, "abandoned after the switch-over");
     over.send(()).unwrap();
     server.join().unwrap();
-    source.process.wait_until_said("are kept, paused");
-    source.process.interrupt();
-    source.process.end().assert_failed(10, "stays paused");
 }
 
 #[test]
