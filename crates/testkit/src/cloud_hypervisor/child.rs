@@ -68,15 +68,20 @@ fn serve(vmm: &Arc<Vmm>, mut control: &UnixStream) -> i32 {
             return 2;
         };
         // A command, and its argument.
-        let (command, directory) = line.split_once(' ').unwrap_or((&line, ""));
+        let (command, argument) = line.split_once(' ').unwrap_or((&line, ""));
         answer = match command {
             "snapshot" => {
                 let guest = vmm.guest().expect("a VM");
-                let written = snapshot::write(&guest, Path::new(directory));
+                let written = snapshot::write(&guest, Path::new(argument));
                 written.expect("a paused VM, and a directory");
                 "ok".into()
             }
             "status" => vmm.status(),
+            "slow-down" => {
+                let pause = argument.parse().expect("a number");
+                vmm.pause_us.store(pause, Ordering::SeqCst);
+                "ok".into()
+            }
             "run" => {
                 vmm.guest().expect("a VM").resume();
                 "ok".into()
@@ -105,6 +110,8 @@ pub(super) struct Vmm {
     /// The end of the last migration.
     outcome: Mutex<String>,
     pub(super) faults: AtomicU64,
+    /// A receiver's pause behind each page, in microseconds.
+    pub(super) pause_us: AtomicU64,
     /// When it paused its VM as a sender, or ran it as a receiver: `CLOCK_MONOTONIC`, nanoseconds.
     pub(super) at_ns: AtomicU64,
     /// The time from the connection for page faults to its end.
@@ -138,6 +145,7 @@ impl Vmm {
             guest: Mutex::new(guest),
             outcome: Mutex::default(),
             faults: AtomicU64::new(0),
+            pause_us: AtomicU64::new(0),
             at_ns: AtomicU64::new(0),
             served_ns: AtomicU64::new(0),
             has_all: AtomicBool::new(false),

@@ -97,6 +97,12 @@ impl Double {
         assert_eq!(self.ask(&format!("snapshot {directory}")), "ok");
     }
 
+    /// Lets a receiver pause behind each page that it gets from now on.
+    pub fn slow_down(&mut self, pause: Duration) {
+        let command = format!("slow-down {}", pause.as_micros());
+        assert_eq!(self.ask(&command), "ok");
+    }
+
     /// Checks all pages of the VM, and returns the status then.
     pub fn verify(&mut self) -> Status {
         assert_eq!(self.ask("verify"), "ok");

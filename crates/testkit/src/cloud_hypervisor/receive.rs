@@ -225,6 +225,10 @@ fn serve(
             }
             done => done.map_err(|why| why.to_string())?,
         }
+        match vmm.pause_us.load(Ordering::SeqCst) {
+            0 => {}
+            pause => std::thread::sleep(Duration::from_micros(pause)),
+        }
     }
     // Late faults are on pages that are here.
     let wait = Wait {
