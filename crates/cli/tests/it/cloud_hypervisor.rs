@@ -1,8 +1,9 @@
 //! `migrate --vm ch:..` and `receive --for ch:..`: two doubles of Cloud Hypervisor, two processes.
 
-use crate::support::{Dir, Process, pageferry};
+use crate::support::peer::Peer;
+use crate::support::{Dir, Process, pageferry, wait_during};
 use pageferry_testkit::cloud_hypervisor::{Config, Double, Quirk};
-use pageferry_testkit::{Random, seeds, wait_for};
+use pageferry_testkit::{Random, seeds, wait_for, wait_until};
 use rustix::process::Signal;
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ struct Hosts {
 
 fn receive(dir: &Dir, address: &str) -> Process {
     let api = format!("ch:{}", dir.path("target").display());
-    let listen = ["--listen", address, "--give-up-after", "5s", "--json"];
+    let listen = ["--listen", address, "--give-up-after", "2m", "--json"];
     let args = [&["receive", "--for", &api][..], &listen].concat();
     Process::start(&args, dir)
 }
@@ -143,18 +144,19 @@ fn a_move_can_be_watched_and_cancelled() {
     let Some(mut hosts) = hosts(Quirk::Right, Quirk::Right) else {
         return;
     };
-    // It accepts connections and says nothing.
-    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    hosts.address = silent.local_addr().unwrap().to_string();
-    let migrate = hosts.migrate(&["--precopy-passes", "0"]);
+    // It says nothing about the VM, for which the move waits a minute.
+    let (address, silent) = Peer::start(|mut peer| peer.until_closed());
+    hosts.address = address;
+    let mut migrate = hosts.migrate(&["--precopy-passes", "0"]);
     let name = format!("ch-{}", migrate.pid());
     let ask = |command: &str| Process::start(&[command, "--vm", &name], &hosts.dir).end();
     // Its control socket is there before the move begins.
-    wait_for("the move", || {
+    wait_during(&mut migrate, "the move", || {
         Some(ask("status")).filter(|ended| ended.stdout.contains("leaving"))
     });
     ask("cancel").assert_ok();
     migrate.end().assert_failed(9, "cancelled");
+    silent.join().unwrap();
     assert_eq!(hosts.source.outcome().state, "Running");
 }
 
@@ -314,13 +316,22 @@ fn a_kill_of_the_sender_leaves_one_vm() {
         kill_sender(&hosts, behind, random.below(8_000));
         let keeper = hosts.dir.path("source.pageferry");
         // A keeper whose process had not handed the VM over ends.
-        std::thread::sleep(Duration::from_millis(200));
-        let here = !keeper.exists() && hosts.source.status().state == "Running";
+        let stays = |source: &mut Double| !keeper.exists() && source.status().state == "Running";
+        wait_until("the keeper to end or the VM to be there", || {
+            stays(&mut hosts.source) || hosts.target.status().state != "None"
+        });
+        let mut here = stays(&mut hosts.source);
+        if !here {
+            let moved = hosts.migrate(&[]).end();
+            // This move may have met a keeper that was about to end.
+            here = moved.code != Some(0);
+            let what = format!("the VM to stay: {moved:?}");
+            wait_until(&what, || !here || stays(&mut hosts.source));
+        }
         ends[usize::from(!here)] += 1;
         let runs = if here {
             &mut hosts.source
         } else {
-            hosts.migrate(&[]).end().assert_ok();
             &mut hosts.target
         };
         let status = runs.verify();
