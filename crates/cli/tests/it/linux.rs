@@ -137,6 +137,7 @@ fn a_kernel_moves_and_hears_keys_at_the_destination() {
         let destination = Process::spawn_reading(command, Stdio::from(keys));
         let address = destination.wait_until_said("listening on ");
         let socket = dir.path("vm");
+        wait_until("text at the source", || source.said().contains('.'));
         let moved = [
             "migrate",
             "--precopy-passes",
