@@ -59,8 +59,20 @@ pub(crate) fn contents(len: usize) -> Vec<u8> {
     bytes
 }
 
+/// A patience that a busy machine does not use up.
+pub(crate) const PATIENT: Patience = Patience {
+    answer: Duration::from_secs(30),
+    read: pageferry_testkit::LIMIT,
+};
+
+/// The patience of tests in which answers come late.
+pub(crate) const HASTY: Patience = Patience {
+    answer: Duration::from_millis(400),
+    ..PATIENT
+};
+
 /// Stores at a server on this host.
-pub(crate) fn stores(port: u16, cache: Cache) -> ObjectStores {
+pub(crate) fn stores(port: u16, cache: Cache, patience: Patience) -> ObjectStores {
     let endpoint = format!("http://127.0.0.1:{port}");
     let variables = [
         ("AWS_ENDPOINT", endpoint.as_str()),
@@ -71,9 +83,5 @@ pub(crate) fn stores(port: u16, cache: Cache) -> ObjectStores {
         ("PATH", "/passed/over"),
     ];
     let variables = variables.map(|(key, value)| (key.to_owned(), value.to_owned()));
-    let patience = Patience {
-        answer: Duration::from_millis(400),
-        read: Duration::from_secs(5),
-    };
     ObjectStores::new(variables, cache, patience)
 }

@@ -1,11 +1,11 @@
 //! Reads of objects.
 
 use crate::server::{Behaviour, Fault, Server};
-use crate::{Scratch, contents, stores};
+use crate::{HASTY, PATIENT, Scratch, contents, stores};
 use hyper::StatusCode;
 use pageferry_pager::{Format, Source, SourceError, Store, Stores};
-use pageferry_remote::Cache;
 use pageferry_remote::cache::BLOCK;
+use pageferry_remote::{Cache, Patience};
 use pageferry_snapshot::{Input, Options, Snapshot, pack};
 use std::fs::File;
 use std::io::ErrorKind;
@@ -16,8 +16,18 @@ use std::time::{Duration, Instant};
 
 const MEMORY: &str = "s3://bucket/web/memory";
 
+/// The patience of tests in which reads fail.
+const SHORT: Patience = Patience {
+    read: Duration::from_secs(5),
+    ..HASTY
+};
+
 fn open(server: &Server) -> Arc<dyn Source> {
-    stores(server.port, Cache::in_memory())
+    open_with(server, PATIENT)
+}
+
+fn open_with(server: &Server, patience: Patience) -> Arc<dyn Source> {
+    stores(server.port, Cache::in_memory(), patience)
         .open(MEMORY)
         .expect("an object")
 }
@@ -68,7 +78,7 @@ fn reads_of_the_same_block_are_one_request() {
     let memory = contents(4 * BLOCK as usize);
     server.put("bucket/web/memory", memory.clone());
     // Two restores: the store knows that they have the same object.
-    let stores = stores(server.port, Cache::in_memory());
+    let stores = stores(server.port, Cache::in_memory(), PATIENT);
     let sources = [stores.open(MEMORY).unwrap(), stores.open(MEMORY).unwrap()];
     let barrier = Barrier::new(16);
     std::thread::scope(|scope| {
@@ -124,7 +134,8 @@ fn a_server_that_fails_every_other_time_costs_time_only() {
         });
         let memory = contents(3 * BLOCK as usize);
         server.put("bucket/web/memory", memory.clone());
-        let source = open(&server);
+        let patience = if fault == Fault::Late { HASTY } else { PATIENT };
+        let source = open_with(&server, patience);
         for block in 0..3 {
             let at = (block * BLOCK) as usize;
             let bytes = read(&*source, block * BLOCK, BLOCK as usize);
@@ -163,7 +174,7 @@ fn a_server_that_never_answers_ends_a_read_in_time() {
     for fault in [Fault::Busy, Fault::Late] {
         let server = Server::start(Behaviour::default());
         server.put("bucket/web/memory", contents(1 << 20));
-        let source = open(&server);
+        let source = open_with(&server, SHORT);
         server.behave(|behaviour| {
             behaviour.every = 1;
             behaviour.faults = vec![fault];
@@ -185,7 +196,7 @@ fn a_server_that_never_answers_ends_a_read_in_time() {
 #[test]
 fn a_server_that_is_not_there_is_told() {
     let server = Server::start(Behaviour::default());
-    let stores = stores(server.port, Cache::in_memory());
+    let stores = stores(server.port, Cache::in_memory(), SHORT);
     drop(server);
     let error = stores.open(MEMORY).unwrap_err().to_string();
     assert!(
@@ -197,7 +208,7 @@ fn a_server_that_is_not_there_is_told() {
 #[test]
 fn objects_that_cannot_be_had_are_refused_at_once() {
     let server = Server::start(Behaviour::default());
-    let stores = stores(server.port, Cache::in_memory());
+    let stores = stores(server.port, Cache::in_memory(), PATIENT);
     let refused = |address: &str, kind: ErrorKind| {
         let error = stores.open(address).unwrap_err();
         let SourceError::Failed { why, .. } = &error else {
@@ -229,7 +240,7 @@ fn a_file_has_an_address_too() {
     let scratch = Scratch::new("file");
     std::fs::write(scratch.path("memory"), contents(8192)).unwrap();
     let server = Server::start(Behaviour::default());
-    let stores = stores(server.port, Cache::in_memory());
+    let stores = stores(server.port, Cache::in_memory(), PATIENT);
     let address = format!("file://{}", scratch.path("memory").display());
     let source = stores.open(&address).unwrap();
     assert_eq!(read(&*source, 4096, 4096), contents(8192)[4096..]);
@@ -276,7 +287,8 @@ fn a_chunk_that_was_damaged_on_its_way_is_fetched_again() {
         behaviour.faults = vec![Fault::Corrupt];
     });
     let cache = Cache::at(&scratch.path("cache"), 64 << 20).unwrap();
-    let stores = Stores::new([Arc::new(stores(server.port, cache.clone())) as Arc<dyn Store>]);
+    let stores = Arc::new(stores(server.port, cache.clone(), PATIENT));
+    let stores = Stores::new([stores as Arc<dyn Store>]);
     let path = Path::new("s3://bucket/web/packed");
     for _ in 0..2 {
         let source = stores.open(path, Format::Packed).unwrap();

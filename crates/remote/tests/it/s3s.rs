@@ -4,7 +4,7 @@
 use crate::object::put_packed;
 use crate::restore::{config, memory, restore};
 use crate::server::{Behaviour, Fault, Server};
-use crate::{Scratch, contents, stores};
+use crate::{HASTY, PATIENT, Scratch, contents, stores};
 use pageferry_pager::{Format, Store, Stores};
 use pageferry_remote::Cache;
 use pageferry_testkit::{skip, wait_until};
@@ -73,7 +73,7 @@ fn every_page_of_a_vm_comes_from_a_real_server_over_a_proxy_that_fails() {
         return;
     };
     // Without faults first, and without a cache: what is signed and asked is what S3 knows.
-    let plain = stores(real.port, Cache::in_memory());
+    let plain = stores(real.port, Cache::in_memory(), PATIENT);
     let source = plain.open("s3://bucket/web/memory").unwrap();
     assert_eq!(source.bytes(), memory.len() as u64);
     let mut all = vec![0; memory.len()];
@@ -104,7 +104,7 @@ fn every_page_of_a_vm_comes_from_a_real_server_over_a_proxy_that_fails() {
         };
     });
     let cache = Cache::at(&scratch.path("cache"), 64 << 20).unwrap();
-    let stores = Stores::new([Arc::new(stores(proxy.port, cache)) as Arc<dyn Store>]);
+    let stores = Stores::new([Arc::new(stores(proxy.port, cache, HASTY)) as Arc<dyn Store>]);
     let raw = "s3://bucket/web/memory";
     assert!(restore(&scratch, &stores, &config, raw, Format::Raw));
     proxy.behave(|behaviour| behaviour.faults.push(Fault::Corrupt));

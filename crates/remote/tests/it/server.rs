@@ -60,6 +60,8 @@ struct State {
     objects: HashMap<String, (Bytes, u64)>,
     behaviour: Behaviour,
     gets: Vec<Range<u64>>,
+    /// The requests before their answers, now and at most.
+    waiting: (usize, usize),
     versions: u64,
 }
 
@@ -121,6 +123,11 @@ impl Server {
     pub(crate) fn gets(&self) -> Vec<Range<u64>> {
         self.state.lock().expect("no panic").gets.clone()
     }
+
+    /// The most requests at once since the last call.
+    pub(crate) fn most_at_once(&self) -> usize {
+        std::mem::take(&mut self.state.lock().expect("no panic").waiting.1)
+    }
 }
 
 impl Drop for Server {
@@ -180,7 +187,7 @@ async fn answer(
             fault = Some(faults[number / behaviour.every % faults.len()]);
         }
     }
-    tokio::time::sleep(behaviour.delay).await;
+    wait(&state, behaviour.delay).await;
     let whole = match behaviour.upstream {
         Some(port) => forward(port, request).await?,
         None => local(&state, &behaviour, &request),
@@ -189,6 +196,17 @@ async fn answer(
         Some(fault) if whole.status().is_success() => spoil(whole, fault).await,
         _ => Ok(whole),
     }
+}
+
+/// Waits before an answer, and counts the requests that do.
+async fn wait(state: &Mutex<State>, delay: Duration) {
+    {
+        let waiting = &mut state.lock().expect("no panic").waiting;
+        waiting.0 += 1;
+        waiting.1 = waiting.1.max(waiting.0);
+    }
+    tokio::time::sleep(delay).await;
+    state.lock().expect("no panic").waiting.0 -= 1;
 }
 
 fn range(headers: &HeaderMap) -> Option<Range<u64>> {
@@ -247,7 +265,7 @@ async fn spoil(
     match fault {
         Fault::Busy => return Ok(status(StatusCode::SERVICE_UNAVAILABLE)),
         Fault::Drop => return Err(io::Error::other("dropped").into()),
-        Fault::Late => tokio::time::sleep(Duration::from_millis(700)).await,
+        Fault::Late => tokio::time::sleep(pageferry_testkit::LIMIT).await,
         // The length in the head stays, so hyper cuts the connection.
         Fault::Truncate => body.truncate(body.len() / 2),
         Fault::Short => {
