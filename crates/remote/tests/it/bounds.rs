@@ -5,7 +5,7 @@ use pageferry_pager::Store;
 use pageferry_remote::peer::talk::Talk;
 use pageferry_remote::peer::{Limits, PeerStore, Protection, Server, Shares, wire};
 use pageferry_testkit::wait_until;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
@@ -19,7 +19,10 @@ fn connect(address: SocketAddr) -> TcpStream {
 
 /// Whether the server closes a connection, instead of an answer.
 fn is_closed(socket: &mut TcpStream) -> bool {
-    !matches!(socket.read(&mut [0; 64]), Ok(1..))
+    match socket.read(&mut [0; 64]) {
+        Ok(len) => len == 0,
+        Err(why) => why.kind() != ErrorKind::WouldBlock,
+    }
 }
 
 #[test]
@@ -73,18 +76,28 @@ fn one_address_does_not_take_all_places() {
 }
 
 #[test]
-fn idle_peers_and_slow_readers_are_dropped() {
+fn idle_peers_are_dropped() {
     let limits = Limits {
         idle: Duration::from_millis(200),
-        exchange: Duration::from_millis(400),
+        ..Limits::default()
+    };
+    let shares = Shares::of_files([]).unwrap();
+    let server = Server::with_limits(listener(), shares, Protection::Loopback, limits).unwrap();
+    let mut idle = Talk::begin(connect(server.address())).unwrap();
+    assert!(is_closed(idle.stream()));
+}
+
+#[test]
+fn slow_readers_are_dropped() {
+    let limits = Limits {
+        exchange: Duration::from_secs(1),
+        connections: 2,
         ..Limits::default()
     };
     let scene = Scene::new("slow");
     std::fs::write(scene.file("memory"), memory(1, 4096)).unwrap();
     let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
     let server = Server::with_limits(listener(), shares, Protection::Loopback, limits).unwrap();
-    let mut idle = Talk::begin(connect(server.address())).unwrap();
-    assert!(is_closed(idle.stream()));
     // It asks for more than buffers hold, and reads nothing.
     let mut slow = Talk::begin(connect(server.address())).unwrap();
     slow.open("memory").unwrap();
@@ -103,7 +116,9 @@ fn idle_peers_and_slow_readers_are_dropped() {
         .open(&format!("pageferry://{}/memory", server.address()))
         .unwrap();
     source.read(0, &mut [0; 4096]).unwrap();
-    std::thread::sleep(Duration::from_secs(1));
+    wait_until("its place", || {
+        Talk::begin(connect(server.address())).is_ok()
+    });
     let mut left = 0;
     let mut part = vec![0; 1 << 16];
     while let Ok(len @ 1..) = slow.stream().read(&mut part) {
