@@ -4,7 +4,9 @@ use crate::Scratch;
 use pageferry_pager::{Source, SourceError, Store};
 use pageferry_remote::peer::{Limits, PeerStore, Protection, Server, Shares};
 use pageferry_testkit::certificates::{Authority, Side, Validity};
+use pageferry_testkit::wait_for;
 use pageferry_tls::TlsFiles;
+use rustix::net::{Shutdown, shutdown};
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -30,6 +32,8 @@ pub(crate) struct Scene {
     pub(crate) authority: Authority,
     server: Option<Server>,
     address: SocketAddr,
+    /// A copy of the server's.
+    listener: TcpListener,
     _sides: [Side; 2],
     here: Protection,
     there: Protection,
@@ -50,12 +54,14 @@ impl Scene {
         let listener = listener();
         let address = listener.local_addr().expect("an address");
         let shares = Shares::of_directory(&scratch.path("shared")).expect("shares");
+        let copy = listener.try_clone().expect("a copy");
         let started = Server::with_limits(listener, shares, there.clone(), limits);
         Self {
             server: Some(started.expect("a server")),
             scratch,
             authority,
             address,
+            listener: copy,
             _sides: [server, client],
             here,
             there,
@@ -95,11 +101,14 @@ impl Scene {
 
     pub(crate) fn stop(&mut self) {
         drop(self.server.take().expect("a server"));
+        // A process that a test forked has a copy too, and would keep the port.
+        shutdown(&self.listener, Shutdown::Both).expect("a socket that listens");
     }
 
     /// Starts the server again, at the same port.
     pub(crate) fn start(&mut self) {
-        let listener = TcpListener::bind(self.address).expect("the port");
+        let listener = wait_for("the port", || TcpListener::bind(self.address).ok());
+        self.listener = listener.try_clone().expect("a copy");
         let shares = Shares::of_directory(&self.scratch.path("shared")).expect("shares");
         let server = Server::start(listener, shares, self.there.clone());
         self.server = Some(server.expect("a server"));
