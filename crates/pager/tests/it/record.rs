@@ -1,10 +1,12 @@
 //! Recordings of first touches, and restores that load them.
 
-use crate::restore::slow;
+use crate::restore::slow_for;
 use crate::scene::{Scene, config, data_pages, drop_from_cache, files, name, pages};
 use pageferry_pager::{Pager, Recording, Restore, RestoreError};
 use pageferry_testkit::firecracker::{Fields, PAGE_BYTES, Task};
 use pageferry_testkit::wait_until;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 #[test]
 fn recorded_pages_are_there_before_they_are_touched() {
@@ -78,7 +80,10 @@ fn the_next_pager_goes_on_with_a_replay() {
     let offsets = data_pages(&scene.config).map(|page| page * PAGE_BYTES);
     let recording = Recording::of(offsets);
     recording.save(&path).expect("a file");
-    let (first, second) = (slow(&scene), slow(&scene));
+    // Each pager stops where its source does.
+    let first = slow_for(&scene, Arc::new(8.into()));
+    let reads = Arc::new(AtomicUsize::new(0));
+    let second = slow_for(&scene, Arc::clone(&reads));
     drop(scene.pager);
     scene.pager = Pager::start(first).expect("a pager");
     let mut request = Restore::new("slow://memory", scene.scratch.path("socket"));
@@ -91,6 +96,7 @@ fn the_next_pager_goes_on_with_a_replay() {
     scene.pager = Pager::start(second).expect("a pager");
     let before = scene.vm().resident;
     assert!(before < recording.len() as u64 / 2, "{before} pages");
+    reads.store(usize::MAX, Ordering::Release);
     // One page in 64, from the 33rd on, is left out as a sample.
     let all = (0..recording.len()).filter(|at| at % 64 != 32).count() as u64;
     wait_until("the rest of the replay", || scene.vm().resident == all);

@@ -12,6 +12,8 @@ use pageferry_testkit::{HugePages, skip, wait_until};
 use std::num::NonZeroU64;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::{AcqRel, Acquire};
 use std::time::Duration;
 
 /// Checks the figures of a VM without a balloon, all of whose pages were touched.
@@ -219,9 +221,9 @@ fn a_restore_that_ends_during_a_handshake_leaves_nothing() {
     }
 }
 
-/// A store whose reads take 100 ms.
+/// A store whose reads take 100 ms. It fails once as many as this have come.
 #[derive(Clone, Debug)]
-struct Slow(Arc<dyn Source>);
+struct Slow(Arc<dyn Source>, Arc<AtomicUsize>);
 
 impl Store for Slow {
     fn schemes(&self) -> &[&str] {
@@ -253,6 +255,13 @@ impl Source for Slow {
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
         std::thread::sleep(Duration::from_millis(100));
+        let left = self
+            .1
+            .fetch_update(AcqRel, Acquire, |left| left.checked_sub(1));
+        left.map_err(|_| SourceError::Failed {
+            what: self.identity(),
+            why: std::io::Error::other("no more reads"),
+        })?;
         self.0.read(offset, buffer)
     }
 
@@ -262,9 +271,14 @@ impl Source for Slow {
 }
 
 /// Settings of a pager of the scene, whose memory is at `slow://memory`.
-pub(crate) fn slow(scene: &Scene) -> Settings {
+fn slow(scene: &Scene) -> Settings {
+    slow_for(scene, Arc::new(usize::MAX.into()))
+}
+
+/// As [`slow`], with a source that fails once as many reads have come.
+pub(crate) fn slow_for(scene: &Scene, reads: Arc<AtomicUsize>) -> Settings {
     let file = FileSource::open(&scene.memory()).expect("a source");
-    let store: Arc<dyn Store> = Arc::new(Slow(Arc::new(file)));
+    let store: Arc<dyn Store> = Arc::new(Slow(Arc::new(file), reads));
     Settings {
         directory: scene.scratch.state(),
         stores: Stores::new([store]),
