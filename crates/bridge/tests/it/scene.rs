@@ -105,15 +105,20 @@ pub(crate) struct Scene {
     _scratch: Scratch,
 }
 
-/// Limits that fit tests with faults of milliseconds.
+/// Limits that fit tests with faults of milliseconds. A busy machine is such a fault, too.
 pub(crate) fn quick() -> Config {
-    Config {
-        patience: pageferry_migration::Limits {
-            dead_after: Duration::from_millis(400),
-            ..pageferry_migration::Limits::default()
-        },
-        ..Config::default()
-    }
+    dead_after(Duration::from_millis(400))
+}
+
+/// Limits with which a busy machine loses no connection.
+pub(crate) fn calm() -> Config {
+    dead_after(LIMIT)
+}
+
+fn dead_after(limit: Duration) -> Config {
+    let mut config = Config::default();
+    config.patience.dead_after = limit;
+    config
 }
 
 pub(crate) fn window(bytes: u64) -> Config {
@@ -122,7 +127,7 @@ pub(crate) fn window(bytes: u64) -> Config {
             window: bytes,
             urgent: None,
         },
-        ..quick()
+        ..calm()
     }
 }
 

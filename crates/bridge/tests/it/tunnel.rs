@@ -1,6 +1,6 @@
 //! Streams over a network that works.
 
-use crate::scene::{LIMIT, Scene, exchange, quick, read, window, write};
+use crate::scene::{LIMIT, Scene, calm, exchange, read, window, write};
 use pageferry_bridge::tunnel::Kind;
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 #[test]
 fn bytes_and_ends_arrive_in_both_directions() {
-    let scene = Scene::new(&quick(), |far| far);
+    let scene = Scene::new(&calm(), |far| far);
     let pair = scene.pair();
     exchange(&pair, 7, (20 << 20, 3 << 20));
     drop(pair);
@@ -23,7 +23,7 @@ fn bytes_and_ends_arrive_in_both_directions() {
 
 #[test]
 fn streams_are_opened_in_their_order_and_end_one_by_one() {
-    let scene = Scene::new(&quick(), |far| far);
+    let scene = Scene::new(&calm(), |far| far);
     let near: Vec<_> = (0..12).map(|_| scene.open()).collect();
     let far: Vec<_> = near.iter().map(|_| scene.accept()).collect();
     for (number, stream) in near.iter().enumerate() {
@@ -87,7 +87,7 @@ fn a_stream_that_nobody_reads_keeps_no_other_and_memory_is_bounded() {
 
 #[test]
 fn a_vmm_that_dies_ends_its_streams_at_the_other_side() {
-    let scene = Scene::new(&quick(), |far| far);
+    let scene = Scene::new(&calm(), |far| far);
     let (near, far) = scene.pair();
     (&near).write_all(b"half a message").unwrap();
     // Its socket has bytes that it never reads.
@@ -109,7 +109,7 @@ fn a_vmm_that_dies_ends_its_streams_at_the_other_side() {
 
 #[test]
 fn streams_of_qemu_are_recognised() {
-    let scene = Scene::new(&quick(), |far| far);
+    let scene = Scene::new(&calm(), |far| far);
     let pairs: Vec<_> = (0..3).map(|_| scene.pair()).collect();
     let heads: [&[u8]; 3] = [
         b"QEVM\0\0\0\x03",
