@@ -112,8 +112,8 @@ fn a_move_survives_ten_cuts() {
     let to = hosts.destination.local_addrs()[0].to_string();
     let to: SocketAddr = to.trim_start_matches("tcp:").parse().unwrap();
     let plan = Plan {
-        // 12 MiB take 3 s.
-        rate: Some(4 << 20),
+        // 12 MiB would take 48 s.
+        rate: Some(256 << 10),
         ..Plan::default()
     };
     let shaper = Shaper::start(to, plan).unwrap();

@@ -179,6 +179,8 @@ fn a_move_of_firecracker_survives_ten_cuts() {
         return;
     };
     let shaper = hosts.slow_link();
+    // All pages would take 48 s.
+    shaper.throttle(Some(256 << 10));
     let route = route_by(&shaper);
     let moved = hosts.migrate(&route, |beside| {
         let pages = || beside.destination.status().pages_left;
