@@ -188,7 +188,6 @@ fn a_vm_is_loaded_before_the_rest_of_its_memory_can_be_read() {
     scene.check("Running");
 }
 
-/// One read for each page would take 3072 times 5 ms, which are 15 s.
 #[test]
 fn a_slow_source_has_many_reads_under_way() {
     let Some(mut scene) = Scene::new(Quirk::Right) else {
@@ -200,15 +199,17 @@ fn a_slow_source_has_many_reads_under_way() {
         before: |_| {
             let reads = now.fetch_add(1, Ordering::AcqRel) + 1;
             most.fetch_max(reads, Ordering::AcqRel);
-            std::thread::sleep(Duration::from_millis(5));
+            // It waits for the others. A read that a page fault needs may be alone.
+            let began = Instant::now();
+            while most.load(Ordering::Acquire) < 4 && began.elapsed() < Duration::from_millis(200) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             now.fetch_sub(1, Ordering::AcqRel);
             Ok(())
         },
     };
     let report = scene.restore(&source, true, &|| false, &|_| ()).unwrap();
-    println!("{report:?}");
     assert!(most.load(Ordering::Acquire) >= 4, "{report:?}");
-    assert!(report.took < Duration::from_secs(5), "{report:?}");
     scene.check("Running");
 }
 
