@@ -96,7 +96,6 @@ fn a_reset_of_one_side_reaches_the_other_after_the_bytes() {
             .delay(Duration::from_millis(40), Duration::ZERO);
         (&client).write_all(b"last words").expect("sent");
         let read = || shaped.shaper.connections()[0].forward;
-        assert_eq!(read(), 5);
         wait_until("the bytes", || read() > 5);
         set_socket_linger(&client, Some(Duration::ZERO)).expect("an option");
         drop(client);

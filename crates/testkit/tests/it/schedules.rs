@@ -77,14 +77,14 @@ fn a_schedule_prints_what_repeats_it() {
 fn faults_come_at_their_times_and_what_is_left_can_be_dropped() {
     let shaped = Shaped::new(Plan::default());
     let (client, server) = shaped.connect();
-    let lasts = Duration::from_secs(3600);
+    let (lasts, began) = (Duration::from_secs(3600), Instant::now());
     shaped.shaper.play(&Schedule::from(vec![
         (Duration::from_millis(30), Fault::FreezeAll { lasts }),
         (Duration::from_millis(30), Fault::Refuse { lasts }),
         (lasts, Fault::ResetAll),
     ]));
-    pass(&client, &server, b"not yet");
     wait_until("two faults", || shaped.shaper.faults_left() == 1);
+    assert!(began.elapsed() >= Duration::from_millis(30));
     (&client).write_all(b"frozen").expect("sent");
     crate::assert_silent(&server);
     shaped.shaper.heal();
