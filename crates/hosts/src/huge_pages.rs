@@ -1,20 +1,19 @@
 //! Pages that the pools of huge pages have for a while.
 
-use std::fs;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::retry_on_intr;
+use std::fs::{self, File};
 
 /// The pools of the machine.
 const POOLS: &str = "/sys/kernel/mm/hugepages";
-
-/// One thread of a process at a time changes a pool.
-static TURN: Mutex<()> = Mutex::new(());
 
 /// Free pages in a pool of the machine. The pool has its size back when this is dropped.
 #[derive(Debug)]
 pub struct HugePages {
     pool: &'static str,
     added: u64,
-    _turn: MutexGuard<'static, ()>,
+    /// Only one holder on this machine changes the pools.
+    _turn: File,
 }
 
 impl HugePages {
@@ -35,7 +34,7 @@ impl HugePages {
     }
 
     fn of(pool: &'static str, pages: u64) -> Result<Self, String> {
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = lock(POOLS).map_err(|why| format!("the pools cannot be locked: {why}"))?;
         let number =
             |file: &str| number(pool, file).ok_or_else(|| format!("the kernel has no pool {pool}"));
         let free = || -> Result<u64, String> {
@@ -68,6 +67,16 @@ impl Drop for HugePages {
             let _ = resize(self.pool, has.saturating_sub(self.added));
         }
     }
+}
+
+/// Waits until no other thread or process of the machine has this lock.
+///
+/// # Errors
+/// If there is no such file.
+pub fn lock(path: &str) -> std::io::Result<File> {
+    let file = File::open(path)?;
+    retry_on_intr(|| flock(&file, FlockOperation::LockExclusive))?;
+    Ok(file)
 }
 
 fn number(pool: &str, file: &str) -> Option<u64> {

@@ -16,14 +16,12 @@ mod link;
 pub mod netns;
 mod tools;
 
-pub use huge_pages::HugePages;
+pub use huge_pages::{HugePages, lock};
 pub use link::{Link, Queue, Rate};
 pub use tools::Error;
 
 use link::DEVICE;
-use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
-use std::fs::File;
 use std::net::Ipv4Addr;
 use std::path::Path;
 use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
@@ -177,8 +175,7 @@ impl TwoHosts {
             ))
         };
         // Another process that did the same meanwhile would take the permission away too early.
-        let turn = File::open(netns::FOLDER).map_err(|_| cannot())?;
-        flock(&turn, FlockOperation::LockExclusive).map_err(|_| cannot())?;
+        let _turn = lock(netns::FOLDER).map_err(|_| cannot())?;
         let allowed = "/proc/sys/net/ipv4/tcp_allowed_congestion_control";
         let before = std::fs::read_to_string(allowed).map_err(|_| cannot())?;
         let more = format!("{} {name}", before.trim());

@@ -1,7 +1,6 @@
 //! Huge pages of the host, for a test.
 
-use std::fs;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::fs::{self, File};
 
 /// Free pages in a pool of the host. The pool has its size back when this is dropped.
 #[derive(Debug)]
@@ -48,7 +47,7 @@ impl HugePages {
 #[derive(Debug)]
 pub struct AdvisedHugePages {
     before: Option<String>,
-    _turn: MutexGuard<'static, ()>,
+    _turn: File,
 }
 
 impl AdvisedHugePages {
@@ -60,20 +59,13 @@ impl AdvisedHugePages {
     #[must_use]
     #[track_caller]
     pub fn new() -> Option<Self> {
-        static TURN: Mutex<()> = Mutex::new(());
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let chosen = fs::read_to_string(POLICY).ok().and_then(|text| {
-            let start = text.find('[')? + 1;
-            Some(text[start..start + text[start..].find(']')?].to_owned())
-        });
-        let before = match chosen.as_deref() {
-            Some("never" | "deny") => chosen,
-            Some(_) => None,
-            None => {
-                super::skip("thp", "the kernel has no transparent huge pages");
-                return None;
-            }
+        let Ok(turn) = pageferry_hosts::lock(POLICY) else {
+            super::skip("thp", "the kernel has no transparent huge pages");
+            return None;
         };
+        let text = fs::read_to_string(POLICY).expect("the policy");
+        let chosen = text.split(['[', ']']).nth(1).expect("a chosen policy");
+        let before = matches!(chosen, "never" | "deny").then(|| chosen.to_owned());
         if before.is_some()
             && let Err(why) = fs::write(POLICY, "advise")
         {
