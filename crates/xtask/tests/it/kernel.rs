@@ -1,7 +1,7 @@
 //! `cargo xtask lab kernel` as a user calls it, with a source of two files and a script in the
 //! place of make.
 
-use crate::{assert_ended, lab};
+use crate::{assert_ended, folder, lab};
 use pageferry_testkit::skip;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -35,9 +35,7 @@ pub(crate) struct Kernel(pub(crate) PathBuf);
 impl Kernel {
     /// None where a tool is missing that the tests do not replace.
     pub(crate) fn new(test: &str) -> Option<Self> {
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("kernel-{test}"));
-        let _ = std::fs::remove_dir_all(&folder);
-        let kernel = Self(folder);
+        let kernel = Self(folder(&format!("kernel-{test}")));
         for (tool, script) in [("make", MAKE), ("gcc", "")] {
             kernel.tool(tool, script);
         }

@@ -19,8 +19,7 @@ struct Fetched {
 impl Fetched {
     /// An emulator that is the shell script `qemu`, and the kernel `kernel`.
     fn new(test: &str, qemu: &str, kernel: &str) -> Self {
-        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("lab-{test}"));
-        let _ = std::fs::remove_dir_all(&target);
+        let target = folder(&format!("lab-{test}"));
         let fetched = Self { target };
         fetched.file("usr/bin/qemu-system-x86_64", &format!("#!/bin/sh\n{qemu}"));
         fetched.file(&format!("boot/{kernel}"), "");
@@ -47,6 +46,14 @@ impl Drop for Fetched {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.target);
     }
+}
+
+/// The path of a folder of this run's own, which is not there yet.
+fn folder(name: &str) -> PathBuf {
+    let name = format!("{name}-{}", std::process::id());
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&folder);
+    folder
 }
 
 fn lab(arguments: &[&str]) -> Command {
@@ -77,8 +84,7 @@ fn a_program_that_is_not_there_is_named() {
 
 #[test]
 fn without_a_package_manager_the_lab_says_what_it_needs() {
-    let empty = Path::new(env!("CARGO_TARGET_TMPDIR")).join("lab-no-apt");
-    let _ = std::fs::remove_dir_all(&empty);
+    let empty = folder("lab-no-apt");
     std::fs::create_dir_all(&empty).unwrap();
     symlink("/usr/bin/ldd", empty.join("ldd")).unwrap();
     let mut lab = lab(&["--", "/bin/sh"]);
@@ -170,7 +176,7 @@ fn a_guest_and_its_tap_are_found_in_the_machine() {
     if packages().is_none() {
         return;
     }
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("lab-guest");
+    let folder = folder("lab-guest");
     std::fs::create_dir_all(folder.join("x86_64")).unwrap();
     std::fs::write(folder.join("x86_64/bzImage"), "a kernel").unwrap();
     let folder = folder.canonicalize().unwrap();
