@@ -1,7 +1,7 @@
 //! A VM that its owner has paused moves, and arrives paused. The owner pauses and resumes it on
 //! either side, but never on both.
 
-use crate::recovery::{Ends, Stage, moved, slow, source_config, wait_for_handover};
+use crate::recovery::{Ends, Stage, moved, moved_slowly, source_config, wait_for_handover};
 use crate::support::{
     LIMIT, WorkloadVm, address_of, kvm_usable, listen, migrate_running, move_vm, receive_as,
 };
@@ -254,7 +254,7 @@ fn lose_all(stage: &Stage) {
 fn the_pages_of_a_paused_vm_come_over_lost_connections() {
     let vm = filled(Engine::Soft);
     pause(&vm);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         lose_all(stage);
         lose_all(stage);
@@ -273,7 +273,7 @@ fn only_the_owner_at_the_destination_acts_after_the_hand_over() {
     let vm = filled(Engine::Soft);
     pause(&vm);
     let (before, resumed) = (done(&vm), AtomicBool::new(false));
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         let here = stage.session.before_switch_over(|| vm.threads.resume());
         assert_eq!(here, None, "the VM is at the destination");
@@ -293,7 +293,7 @@ fn a_paused_vm_whose_pages_never_come_stays_paused_at_both_sides() {
     let vm = filled(Engine::Soft);
     pause(&vm);
     let before = done(&vm);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         stage.shaper.refuse(true);
         stage.shaper.reset(Which::All);

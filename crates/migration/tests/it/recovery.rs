@@ -154,18 +154,41 @@ pub(crate) fn assert_whole(source: &WorkloadVm, ends: &Ends) {
     assert!(sent.pages.urgent + sent.pages.background + sent.pages.zero >= sent.missing_at_start);
 }
 
-pub(crate) fn slow() -> Plan {
+/// A link that the pages of no VM here pass within seconds.
+fn slow() -> Plan {
     Plan {
-        rate: Some(20_000_000),
+        rate: Some(500_000),
         ..Plan::default()
     }
+}
+
+/// Moves `vm` over a link that is slow while `act` runs. A busy host then acts before the end.
+pub(crate) fn moved_slowly(
+    vm: &WorkloadVm,
+    config: &SourceConfig,
+    act: impl FnOnce(&Stage),
+) -> Ends {
+    moved_slowly_to(vm, config, DestinationConfig::default(), act)
+}
+
+/// As [`moved_slowly`], to a destination with this configuration.
+fn moved_slowly_to(
+    vm: &WorkloadVm,
+    config: &SourceConfig,
+    to: DestinationConfig,
+    act: impl FnOnce(&Stage),
+) -> Ends {
+    moved_to(vm, config, to, slow(), |stage| {
+        act(stage);
+        stage.shaper.throttle(None);
+    })
 }
 
 #[test]
 fn a_vm_survives_the_loss_of_all_channels_again_and_again() {
     let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
     vm.wait_progress(3000);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         for round in 1..=3 {
             let before = stage.session.status().generation;
@@ -191,7 +214,7 @@ fn one_lost_channel_leaves_the_others_working() {
         limits: Limits::default(),
         ..source_config()
     };
-    let ends = moved(&vm, &config, slow(), |stage| {
+    let ends = moved_slowly(&vm, &config, |stage| {
         wait_for_handover(stage);
         // Connection 0 is the control channel.
         for number in 1..=4 {
@@ -208,7 +231,7 @@ fn one_lost_channel_leaves_the_others_working() {
 fn a_silent_link_is_noticed_and_left() {
     let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
     vm.wait_progress(3000);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         for way in [Direction::Forward, Direction::Backward] {
             let before = stage.session.status().generation;
@@ -236,7 +259,7 @@ fn a_silent_link_is_noticed_and_left() {
 fn another_way_is_given_while_the_first_is_gone() {
     let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
     vm.wait_progress(3000);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         stage.shaper.refuse(true);
         stage.shaper.reset(Which::All);
@@ -261,7 +284,7 @@ fn a_vm_of_kvm_survives_the_loss_of_all_channels() {
     }
     let vm = WorkloadVm::booted(Engine::Kvm, 2, 64 * MIB);
     vm.wait_progress(3000);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         for _ in 0..5 {
             stage.shaper.reset(Which::All);
@@ -367,7 +390,7 @@ fn a_vm_moves_over_tls_and_survives_losses() {
         tls: Some(memory.into()),
         ..DestinationConfig::default()
     };
-    let ends = moved_to(&vm, &config, to, slow(), |stage| {
+    let ends = moved_slowly_to(&vm, &config, to, |stage| {
         wait_for_handover(stage);
         for _ in 0..3 {
             stage.shaper.reset(Which::All);
@@ -406,7 +429,7 @@ fn a_destination_of_another_ca_gets_no_vm() {
 fn an_operator_ends_a_session_whose_other_side_is_gone() {
     let vm = WorkloadVm::booted(Engine::Soft, 1, 16 * MIB);
     vm.wait_progress(2000);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         stage.session.cancel();
         stage.shaper.refuse(true);
@@ -445,7 +468,7 @@ fn an_operator_ends_a_session_whose_other_side_is_gone() {
 fn an_operator_who_knows_better_resumes_the_vm_at_the_source() {
     let vm = WorkloadVm::booted(Engine::Soft, 1, 16 * MIB);
     vm.wait_progress(2000);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         stage.shaper.refuse(true);
         stage.shaper.reset(Which::All);
@@ -463,10 +486,11 @@ fn an_operator_who_knows_better_resumes_the_vm_at_the_source() {
 fn a_vm_that_lacks_no_page_stays_whole_when_its_source_is_gone() {
     let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);
     vm.wait_progress(500);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         // The pages come. The source's word that these are all does not.
         stage.shaper.freeze(Which::Number(0), Direction::Both);
+        stage.shaper.throttle(None);
         wait_until("the last page", || {
             let status = stage.destination.status();
             status.pages_left == 0 || status.stage == "completed"

@@ -4,7 +4,7 @@
 
 use crate::failures_destination::attempt_on;
 use crate::failures_machine::{Failing, Fault};
-use crate::recovery::{assert_whole, moved, slow, source_config, wait_for_handover};
+use crate::recovery::{assert_whole, moved_slowly, source_config, wait_for_handover};
 use crate::scripted::source::Template;
 use crate::scripted::{LONG, limits};
 use crate::support::{
@@ -76,8 +76,8 @@ impl Drop for Lack {
 /// Moves a VM, and makes its source open all channels again while the host lacks something.
 fn survives(lack: fn() -> Lack, why: &str) {
     let vm = WorkloadVm::booted(Engine::Soft, 2, 64 * MIB);
-    vm.wait_progress(64);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    vm.wait_progress(2000);
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         let way = Route::To(stage.shaper.addr().to_string().parse().unwrap());
         let lack = lack();
@@ -167,8 +167,8 @@ fn threads_that_cannot_wait_for_descriptors_leave_the_cores_to_others() {
         assert!(used < lasts / 4, "a waiting destination used {used:?}");
     });
     let vm = WorkloadVm::booted(Engine::Soft, 2, 64 * MIB);
-    vm.wait_progress(64);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    vm.wait_progress(2000);
+    let ends = moved_slowly(&vm, &source_config(), |stage| {
         wait_for_handover(stage);
         let used = Threads::here().core_time_without_descriptors(lasts);
         assert!(stage.destination.status().pages_left > 0);
