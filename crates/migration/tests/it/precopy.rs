@@ -179,12 +179,14 @@ fn an_operator_chooses_the_switch_over_and_idle_passes_are_rare() {
 #[test]
 fn a_pass_ends_in_the_middle_when_the_operator_says_now() {
     let vm = written();
-    // The pass would take 8 s.
+    // A guest that runs would fetch its pages, and the move would end by itself.
+    vm.threads.pause(LIMIT).unwrap();
+    // The pass would take two minutes.
     let settings = Settings {
-        max_bandwidth: Some(MIB),
+        max_bandwidth: Some(Settings::MIN_RATE),
         ..Switch::Manual.into()
     };
-    let (sent, seen) = moved(&vm, None, settings, |session| {
+    let (sent, _) = moved(&vm, None, settings, |session| {
         wait_for("pages", || (session.status().page_bytes > 0).then_some(()));
         let now = Change {
             switch: Some(Switch::NOW),
@@ -205,11 +207,6 @@ fn a_pass_ends_in_the_middle_when_the_operator_says_now() {
     let sent = sent.unwrap();
     assert_eq!(sent.passes, [], "none has ended");
     assert!(sent.missing_at_start > 1000, "{}", sent.missing_at_start);
-    let until_switch = seen.between(
-        |phase| matches!(phase, Phase::Precopy { .. }),
-        |phase| phase == Phase::SwitchOver,
-    );
-    assert!(until_switch < Duration::from_secs(6), "{until_switch:?}");
 }
 
 #[test]
@@ -240,12 +237,12 @@ fn limits_hold_and_change_meanwhile() {
     let vm = written();
     vm.threads.pause(LIMIT).unwrap();
     let settings = Settings {
-        max_bandwidth: Some(MIB),
+        max_bandwidth: Some(MIB / 4),
         ..Switch::AfterPasses(1).into()
     };
     let (sent, _) = moved(&vm, None, settings, |session| {
         let sent = || session.status().page_bytes;
-        wait_for("some pages", || (sent() >= MIB).then_some(()));
+        wait_for("some pages", || (sent() >= MIB / 2).then_some(()));
         let faster = Change {
             max_bandwidth: Some(None),
             ..Change::default()
@@ -253,9 +250,9 @@ fn limits_hold_and_change_meanwhile() {
         session.set(&faster).unwrap();
     });
     let took = sent.unwrap().passes[0].took;
-    // The fourth frame of 256 KiB is sent after 0.75 s. All pages would take 8 s.
-    assert!(took > Duration::from_millis(600), "{took:?}");
-    assert!(took < Duration::from_secs(6), "{took:?}");
+    // The second frame of 256 KiB is sent after 1 s. All pages would take 32 s.
+    assert!(took > Duration::from_millis(800), "{took:?}");
+    assert!(took < Duration::from_secs(24), "{took:?}");
 }
 
 #[test]
