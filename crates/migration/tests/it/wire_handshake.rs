@@ -16,8 +16,6 @@ use std::time::{Duration, Instant};
 /// A limit against hanging, on slow and shared hosts too.
 const WAIT: Wait<'static> = Wait::block("test").within(LIMIT);
 const FIRST: ChannelKey = ChannelKey::control(1);
-/// A short limit for preambles, where a test waits for its end.
-const SHORT: Duration = Duration::from_millis(300);
 
 fn identity() -> Identity {
     Identity::random().unwrap()
@@ -257,9 +255,9 @@ fn another_version_is_told_which_one_is_spoken() {
 
 #[test]
 fn a_silent_peer_is_dropped_after_the_limit() {
-    let destination = Destination::with_limit(PLAIN, SHORT);
+    let destination = Destination::start(PLAIN);
     let hello = any_hello().encode();
-    for sent in [0, 1, HELLO_BYTES / 2, HELLO_BYTES] {
+    let is_dropped = |sent| {
         // Taken before the connection: the destination's limit starts at some moment after it.
         let began = Instant::now();
         let mut silent = socket_of(&destination.address);
@@ -267,9 +265,14 @@ fn a_silent_peer_is_dropped_after_the_limit() {
         let answer = read_to_end(silent);
         let expected = if sent == HELLO_BYTES { HELLO_BYTES } else { 0 };
         assert_eq!(answer.len(), expected);
-        assert!(began.elapsed() >= SHORT);
-    }
-    let silent = "no preamble within 300 ms";
+        assert!(began.elapsed() >= HELLO_LIMIT);
+    };
+    thread::scope(|scope| {
+        for sent in [0, 1, HELLO_BYTES / 2, HELLO_BYTES] {
+            scope.spawn(move || is_dropped(sent));
+        }
+    });
+    let silent = "no preamble within 5000 ms";
     assert_eq!(destination.strangers(), [silent; 4]);
 }
 
@@ -333,7 +336,7 @@ fn sockets_of(address: &Address) -> usize {
 #[test]
 fn no_descriptor_stays_open() {
     for protection in [PLAIN, tls_protection()] {
-        let destination = Destination::with_limit(protection.clone(), SHORT);
+        let destination = Destination::start(protection.clone());
         let address = destination.address.clone();
         for _ in 0..20 {
             let mut http = socket_of(&address);
@@ -351,7 +354,7 @@ fn no_descriptor_stays_open() {
         drop(near);
         let began = Instant::now();
         drop(destination);
-        assert!(began.elapsed() < SHORT, "the acceptor ends promptly");
+        assert!(began.elapsed() < HELLO_LIMIT, "the acceptor ends promptly");
         assert_eq!(sockets_of(&address), 0);
     }
 }
@@ -523,16 +526,30 @@ fn over_a_path_that_carries(
                 let _ = source.shutdown(Shutdown::Write);
             });
         });
-        dial(&address, &PLAIN, &identity(), FIRST, 4 * SHORT, &never).unwrap_err()
+        dial(
+            &address,
+            &PLAIN,
+            &identity(),
+            FIRST,
+            4 * HELLO_LIMIT,
+            &never,
+        )
+        .unwrap_err()
     })
 }
 
 #[test]
 fn a_path_that_loses_large_packets_opens_no_channel() {
-    let all = usize::MAX;
-    // From the source: the destination says so in a small packet.
-    let destination = Destination::with_limit(PLAIN, SHORT);
-    let error = over_a_path_that_carries(&destination, HELLO_BYTES + 80, all);
+    thread::scope(|scope| {
+        scope.spawn(loses_large_packets_from_its_source);
+        loses_large_packets_to_its_source();
+    });
+}
+
+/// The destination says so in a small packet.
+fn loses_large_packets_from_its_source() {
+    let destination = Destination::start(PLAIN);
+    let error = over_a_path_that_carries(&destination, HELLO_BYTES + 80, usize::MAX);
     assert!(
         matches!(error, HandshakeError::LargePacketsLost { .. }),
         "{error:?}"
@@ -547,9 +564,12 @@ fn a_path_that_loses_large_packets_opens_no_channel() {
     }
     destination.wait_for_stranger("large ones do not");
     assert_eq!(destination.channels(), 0);
-    // From the destination: its small Welcome comes, and nothing behind it.
-    let destination = Destination::with_limit(PLAIN, SHORT);
-    let error = over_a_path_that_carries(&destination, all, HELLO_BYTES + 48);
+}
+
+/// The destination's small Welcome comes, and nothing behind it.
+fn loses_large_packets_to_its_source() {
+    let destination = Destination::start(PLAIN);
+    let error = over_a_path_that_carries(&destination, usize::MAX, HELLO_BYTES + 48);
     assert!(
         matches!(error, HandshakeError::LargePacketsLost { .. }),
         "{error:?}"
@@ -558,7 +578,7 @@ fn a_path_that_loses_large_packets_opens_no_channel() {
 
 #[test]
 fn a_slow_path_is_not_one_that_loses_large_packets() {
-    let destination = Destination::with_limit(PLAIN, SHORT);
+    let destination = Destination::start(PLAIN);
     let error = over_a_path_that_carries(&destination, HELLO_BYTES + 80 + 1448, usize::MAX);
     assert!(
         matches!(error, HandshakeError::Channel(ChannelError::Closed { .. })),
