@@ -279,7 +279,11 @@ fn a_source_that_falls_silent_after_go_costs_a_generation_only() {
         return;
     }
     let _leaks = LeakCheck::start();
-    let received = attempt_on(tcp(), &template(), None, limits(2 * SHORT), |p, _, _| {
+    let limits = Limits {
+        dead_after: SHORT,
+        ..limits(LONG)
+    };
+    let received = attempt_on(tcp(), &template(), None, limits, |p, _, _| {
         p.start();
         p.request();
         assert_ne!(told(p), Told::Nothing);

@@ -309,7 +309,9 @@ fn a_destination_that_stops_reading_costs_a_generation_only() {
     let _leaks = LeakCheck::start();
     for listener in [tcp(), unix()] {
         let vm = full_vm();
-        let tried = attempt_on(listener, &vm, &config(0, SHORT), |peer, _| {
+        let mut config = config(0, LONG);
+        config.limits.dead_after = SHORT;
+        let tried = attempt_on(listener, &vm, &config, |peer, _| {
             peer.start();
             // Nobody reads the push.
             peer.recover();
@@ -400,7 +402,7 @@ fn a_slow_and_healthy_link_completes() {
     source.wait_progress(64);
     source.threads.pause(LONG).unwrap();
     let limits = Limits {
-        dead_after: Duration::from_secs(2),
+        dead_after: Duration::from_secs(4),
         ..Limits::default()
     };
     let destination = listen(DestinationConfig {
@@ -434,6 +436,7 @@ fn a_slow_and_healthy_link_completes() {
     let sent = sent.unwrap();
     received.unwrap();
     eprintln!("{:?} in {} ms", sent.pages, sent.total.as_millis());
+    assert!(sent.total > config.limits.dead_after);
     assert_eq!(sent.reconnects, 0);
     vm.threads.resume();
     vm.wait_progress(16);

@@ -1014,7 +1014,9 @@ fn a_source_that_has_said_go_waits_for_the_destinations_word() {
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     let threads = &vm.threads;
-    let tried = attempt(&vm, &config(0, SHORT), |peer, session| {
+    let mut config = config(0, LONG);
+    config.limits.dead_after = SHORT;
+    let tried = attempt(&vm, &config, |peer, session| {
         peer.set_up();
         peer.take_switch_over();
         peer.send(&Frame::Ready);

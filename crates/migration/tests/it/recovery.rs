@@ -1,6 +1,7 @@
 //! Connections die, freeze and half-close after the hand-over, and the VM goes on.
 
 use crate::handshake_common::{Authority, SideFiles, Validity};
+use crate::scripted::LONG;
 use crate::support::{WorkloadVm, address_of, listen, try_receive_on};
 use pageferry_machine::{Backing, Engine};
 use pageferry_migration::address::Address;
@@ -211,7 +212,7 @@ fn one_lost_channel_leaves_the_others_working() {
     vm.wait_progress(3000);
     // A busy host must not look like a silent link.
     let config = SourceConfig {
-        limits: Limits::default(),
+        limits: crate::scripted::limits(LONG),
         ..source_config()
     };
     let ends = moved_slowly(&vm, &config, |stage| {

@@ -1,6 +1,6 @@
 //! A scripted destination, against the library's source.
 
-use super::{ALLOCATED, Message, encoded, last_frame, say, take};
+use super::{ALLOCATED, Message, encoded, last_frame, say, say_alive, take};
 use crate::handshake_common::{Destination as Host, bulk};
 use crate::scripted::source::urgent;
 use pageferry_addr::RamPage;
@@ -154,6 +154,7 @@ impl<'a> ScriptedDestination<'a> {
         let mut pages = 0;
         while pages < pass.pages {
             pages += self.take_frame();
+            say_alive(&self.control, self.bulk(), self.urgent());
         }
         assert_eq!(pages, pass.pages);
     }
@@ -207,6 +208,7 @@ impl<'a> ScriptedDestination<'a> {
         while !self.missing.is_empty() {
             self.take_frame();
             self.receipt(self.frames);
+            say_alive(&self.control, self.bulk(), self.urgent());
         }
     }
 

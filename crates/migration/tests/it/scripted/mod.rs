@@ -21,7 +21,7 @@ pub(crate) const ALLOCATED: Frame = Frame::SetupProgress(SetupProgress {
 pub(crate) const PATIENCE: Duration = pageferry_testkit::LIMIT;
 /// The limit under test for failures that are timeouts. On a busy host too, a scripted peer must
 /// reach its silence well within it.
-pub(crate) const SHORT: Duration = Duration::from_secs(1);
+pub(crate) const SHORT: Duration = Duration::from_secs(2);
 /// The limit under test for failures with another cause. It is so long that no busy host reaches
 /// it.
 pub(crate) const LONG: Duration = Duration::from_secs(40);
@@ -154,6 +154,15 @@ pub(crate) fn take_urgent(connection: &Connection, from: Side, memory_pages: u64
     let wait = within_limit("urgent message");
     connection.read_exact(&mut bytes, &wait).unwrap();
     UrgentMessage::decode(&bytes, from, memory_pages).unwrap()
+}
+
+/// Says `Alive` on every channel, as a side does while it works. The other side may have left.
+pub(crate) fn say_alive(control: &Connection, bulk: &Connection, urgent: &Connection) {
+    let wait = within_limit("Alive");
+    for channel in [control, bulk] {
+        let _ = channel.write_all(&encoded(&Frame::Alive), &wait);
+    }
+    let _ = urgent.write_all(&UrgentMessage::alive(), &wait);
 }
 
 pub(crate) fn encoded(frame: &Frame) -> Vec<u8> {

@@ -4,7 +4,7 @@
 //! the pages that will be missing at the start. So a guest that reads such a page too early finds
 //! an error.
 
-use super::{Message, encoded, last_frame, say, take, take_urgent};
+use super::{Message, encoded, last_frame, say, say_alive, take, take_urgent};
 use crate::handshake_common::{PLAIN, bulk, open};
 use crate::support::{LIMIT, WorkloadVm, engine_of, kind_of};
 use pageferry_addr::RamPage;
@@ -486,6 +486,7 @@ impl<'a> ScriptedSource<'a> {
                 self.push(page);
             }
             self.expect_receipts();
+            say_alive(&self.control, self.bulk(), self.urgent());
         }
     }
 
