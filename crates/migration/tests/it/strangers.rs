@@ -201,7 +201,7 @@ fn strangers_are_reported_at_a_bounded_rate_and_counted() {
 /// Each source that is turned away needs a while to read why. The next one does not wait for it.
 #[test]
 fn turning_away_takes_no_time() {
-    const SOURCES: u32 = 60;
+    const SOURCES: u32 = 200;
     let destination = listen(DestinationConfig::default());
     let to = address_of(&destination);
     let began = Instant::now();
@@ -214,8 +214,12 @@ fn turning_away_takes_no_time() {
             source
         })
         .collect();
-    // 200 ms each would be 12 s.
-    assert!(began.elapsed() < Duration::from_secs(6));
+    // 200 ms each would be 40 s.
+    assert!(
+        began.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        began.elapsed()
+    );
     // The last ones can still read it.
     let last = crate::scripted::last_frame(
         sources.last().unwrap(),
