@@ -65,7 +65,7 @@ pub enum PcImageError {
     },
 }
 
-/// What the kernel's header says.
+/// The fields of the kernel's header.
 struct Plan {
     /// Behind the kernel, when it has unpacked itself.
     end: u64,
