@@ -2,12 +2,12 @@
 //!
 //! **Guarantee.** Each direction carries at most [`Link::rate`], headers of Ethernet included.
 //!
-//! **Mechanism.** [`Queue::OneFifo`] is tbf, which holds a bfifo. The other queues are htb with [`CLASSES`]
-//! classes. A classic BPF program puts a TCP packet into the class that the sum of its two ports
-//! selects. This works on every kernel with htb and cls_bpf, so a flow is treated alike everywhere:
-//! fq, sfq and the flow classifier are often missing. Two flows share a class when their sums agree
-//! modulo [`CLASSES`]. The kernel gives ports to successive connections in sequence, so these
-//! rarely do.
+//! **Mechanism.** [`Queue::OneFifo`] is tbf, which holds a bfifo. The other queues are htb with
+//! [`CLASSES`] classes. A classic BPF program puts a TCP packet into the class that the sum of its
+//! two ports selects. This works on every kernel with htb and cls_bpf, so a flow is treated alike
+//! everywhere: fq, sfq and the flow classifier are often missing. Two flows share a class when
+//! their sums agree modulo [`CLASSES`]. The kernel gives ports to successive connections in
+//! sequence, so these rarely do.
 //!
 //! **Neighbours.** [`TwoHosts`](crate::TwoHosts) applies the program to both ends.
 
@@ -151,8 +151,8 @@ impl Link {
         }
     }
 
-    /// What `tc -batch` is told for one host. It replaces a shape with another `handle` in one step:
-    /// no packet passes unshaped.
+    /// The commands for `tc -batch` of one host. They replace a shape with another `handle` in one
+    /// step: no packet passes unshaped.
     pub(super) fn program(&self, handle: u16) -> String {
         match self.queue {
             Queue::OneFifo => self.one_fifo(handle),

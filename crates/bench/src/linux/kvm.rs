@@ -1,7 +1,7 @@
 //! Linux on KVM: its moves beside those of the test guest and of QEMU, and reads of its disk.
 //!
-//! **Mechanism.** Each end of a move is a process, started by the command that an operator uses. All
-//! guests have as much memory and as many vCPUs. Linux has a disk, and on request a network. On
+//! **Mechanism.** Each end of a move is a process, started by the command that an operator uses.
+//! All guests have as much memory and as many vCPUs. Linux has a disk, and on request a network. On
 //! QEMU it has neither: the guest's kernel has no driver for devices on a PCI bus. Each move sends
 //! all pages once and then switches to post-copy, over a unix socket.
 
@@ -39,7 +39,7 @@ pub struct KvmSetting {
     pub taps: Option<[String; 2]>,
 }
 
-/// What the moves of one guest took.
+/// The times of the moves of one guest.
 #[derive(Default)]
 struct Times {
     /// Milliseconds without a running vCPU.
@@ -82,7 +82,7 @@ pub fn linux_on_kvm(
         doing("moving the test guest");
         test_guest.push(bench.move_ours(None)?);
         doing("moving Linux");
-        linux.push(bench.move_ours(Some(&bench.load()))?);
+        linux.push(bench.move_ours(Some(&bench.load(kvm.taps.is_some())))?);
         if let Some(qemu) = &qemu {
             doing("moving Linux on QEMU");
             theirs.push(bench.move_qemus(qemu)?);
@@ -111,7 +111,7 @@ pub fn linux_on_kvm(
     Ok(rows)
 }
 
-/// What all measurements of a run need.
+/// The conditions of all measurements of a run.
 struct Bench<'a> {
     setting: &'a LinuxSetting,
     kvm: &'a KvmSetting,
@@ -119,10 +119,17 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    fn load(&self) -> String {
+    /// The command line of Linux under load, which talks through its network if `net`.
+    fn load(&self, net: bool) -> String {
         let mib = (self.kvm.memory_bytes / 2) >> 20;
-        let net = self.kvm.taps.as_ref().map_or("", |_| " pf_net=7777");
+        let net = if net { " pf_net=7777" } else { "" };
         format!("console=ttyS0 panic=-1 quiet pf=load pf_mib={mib}{net}")
+    }
+
+    /// Lets a guest run for a while before its move.
+    fn warm_up(&self) -> Result<(), BenchError> {
+        let warm = Instant::now() + WARM_UP;
+        self.wait_for("the warm-up", || Ok((Instant::now() > warm).then_some(())))
     }
 
     /// Moves a VM of ours: Linux with this command line, or the test guest. Returns what [`Times`]
@@ -159,8 +166,7 @@ impl Bench<'_> {
         if linux.is_some() {
             self.listen_to(&consoles[0], 2 * LINES, &mut || source.check())?;
         }
-        let warm = Instant::now() + WARM_UP;
-        self.wait_for("the warm-up", || Ok((Instant::now() > warm).then_some(())))?;
+        self.warm_up()?;
         let at = format!("unix:{}", scratch.path("in").display());
         let destination = self.start(&scratch, "receive", |command| {
             command.args(["--listen", &at, "--json", "--control"]);
@@ -202,14 +208,13 @@ impl Bench<'_> {
         let spec = KernelSpec {
             kernel: &self.setting.kernel,
             initrd: &self.setting.initrd,
-            command_line: &self.load().replace(" pf_net=7777", ""),
+            command_line: &self.load(false),
             vcpus: VCPUS,
             memory_bytes: self.kvm.memory_bytes,
         };
         let mut machine = KernelMachine::boot(qemu, &spec)?;
         self.listen_to(&machine.console(), 2 * LINES, &mut || machine.check())?;
-        let warm = Instant::now() + WARM_UP;
-        self.wait_for("the warm-up", || Ok((Instant::now() > warm).then_some(())))?;
+        self.warm_up()?;
         let late = Instant::now() + LIMIT;
         let go_on = || self.go_on(late, "a move of QEMU");
         let (mut there, took) = machine.moved(qemu, &spec, &go_on)?;
@@ -448,7 +453,7 @@ fn json(bytes: &[u8]) -> Result<Value, BenchError> {
     serde_json::from_slice(bytes).map_err(|why| BenchError::Peer(format!("its report: {why}")))
 }
 
-/// What is in a file so far.
+/// The contents of a file so far.
 fn text_of(path: &Path) -> Vec<u8> {
     std::fs::read(path).unwrap_or_default()
 }
@@ -464,7 +469,8 @@ fn write_disk(scratch: &Scratch) -> Result<PathBuf, BenchError> {
     Ok(path)
 }
 
-/// The blocks of the disk that a thread reads in a second, in the order of the guest's first reader.
+/// The blocks of the disk that a thread reads in a second, in the order of the guest's first
+/// reader.
 fn host_reads_of(disk: &Path) -> Result<f64, BenchError> {
     let os = |source| BenchError::Os {
         what: "cannot read the disk",

@@ -1,5 +1,5 @@
-//! `bench linux`: how fast Linux runs on our own hypervisor, beside QEMU and beside a bare guest. And
-//! how it moves on KVM (`kvm`).
+//! `bench linux`: how fast Linux runs on our own hypervisor, beside QEMU and beside a bare guest.
+//! The module `kvm` measures how it moves on KVM.
 //!
 //! **Guarantee.** Every figure was measured by the run that prints it. The guests of all rows are
 //! the same kernel with the same first process. A wrong value in a guest ends the benchmark.

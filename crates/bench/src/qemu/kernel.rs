@@ -17,7 +17,7 @@ const PASSES: u64 = 2;
 /// The longest QEMU may take for its end.
 const END: Duration = Duration::from_secs(60);
 
-/// What a machine runs, and on what.
+/// The kernel of a machine, and its hardware.
 pub(crate) struct KernelSpec<'a> {
     pub(crate) kernel: &'a Path,
     pub(crate) initrd: &'a Path,
@@ -32,7 +32,7 @@ pub(crate) struct KernelMachine {
     folder: Scratch,
 }
 
-/// What a move took.
+/// The figures of a move.
 pub(crate) struct KernelMove {
     /// What QEMU calls the downtime, in milliseconds.
     pub(crate) downtime_ms: f64,
