@@ -59,6 +59,46 @@ impl PendingLoss {
     }
 }
 
+/// Counts the open channels that were lost, each once, whichever side notices the loss first. The
+/// other side may say so on the control channel before this side's thread ends.
+#[derive(Debug, Default)]
+pub(crate) struct LostChannels {
+    count: u64,
+    /// Those that this side counted and has not closed yet.
+    noticed: Vec<ChannelId>,
+}
+
+impl LostChannels {
+    /// The channels lost so far, control channels included.
+    pub(crate) const fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The control channel is lost.
+    pub(crate) const fn control_lost(&mut self) {
+        self.count += 1;
+    }
+
+    /// This side notices the loss of an open channel.
+    pub(crate) fn noticed(&mut self, id: ChannelId) {
+        if !self.noticed.contains(&id) {
+            self.noticed.push(id);
+            self.count += 1;
+        }
+    }
+
+    /// An open channel is closed, as one side has noticed its loss.
+    pub(crate) fn closed(&mut self, id: ChannelId) {
+        self.noticed(id);
+        self.noticed.retain(|open| *open != id);
+    }
+
+    /// The channels of a generation end with it. The ids of the next are new.
+    pub(crate) fn end_generation(&mut self) {
+        self.noticed.clear();
+    }
+}
+
 /// A control channel.
 pub(crate) struct ControlLink {
     connection: Arc<Connection>,

@@ -116,7 +116,7 @@ impl Supervisor<'_, '_, '_> {
             protected: Some(self.link.protected.clone()),
             generation: self.state.generation,
             reconnects: self.link.reconnects,
-            channels_lost: self.link.channels_lost,
+            channels_lost: self.link.lost.count(),
             channels: self.state.channels.clone(),
             pages_left: self.guest.core.pages.left(),
             page_bytes: (data + urgent) * PAGE_SIZE,
@@ -223,7 +223,7 @@ impl Supervisor<'_, '_, '_> {
             pages: self.counts(),
             missing_at_start: self.guest.loading.missing_at_start(),
             reconnects: self.link.reconnects,
-            channels_lost: self.link.channels_lost,
+            channels_lost: self.link.lost.count(),
         })
     }
 

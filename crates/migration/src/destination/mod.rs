@@ -60,7 +60,7 @@ use self::place::Inbound;
 use self::shared::Letter;
 use crate::address::Address;
 use crate::channel::Listener;
-use crate::control::{ControlLink, PendingLoss};
+use crate::control::{ControlLink, LostChannels, PendingLoss};
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
 use crate::handshake::{Acceptor, Protection, Stranger};
@@ -269,8 +269,7 @@ struct Connections<'s, 'e> {
     last_loss: Option<String>,
     /// How often losses are logged: the source chooses how often there are any.
     losses: Quota,
-    /// The open channels that were lost.
-    channels_lost: u64,
+    lost: LostChannels,
     pending_loss: PendingLoss,
     /// Since when there is no control channel.
     lost_since: Option<Instant>,
@@ -360,7 +359,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         if let Some(left_out) = self.link.losses.take() {
             warn!(generation, %error, left_out, "the control channel is lost");
         }
-        self.link.channels_lost += 1;
+        self.link.lost.control_lost();
         self.note_loss(error);
         self.events.push_back(Event::Lost(generation));
     }

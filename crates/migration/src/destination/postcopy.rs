@@ -9,7 +9,7 @@ use super::shared::Letter;
 use super::{
     Allocation, Connections, Guest, Record, Session, Supervisor, faults, precopy, switchover,
 };
-use crate::control::{ControlLink, PendingLoss};
+use crate::control::{ControlLink, LostChannels, PendingLoss};
 use crate::devices::{self, DeviceStates};
 use crate::error::MigrationError;
 use crate::limits::Patience;
@@ -169,7 +169,7 @@ pub(super) fn run<'a>(
                 bulk: Vec::new(),
                 last_loss: None,
                 losses: crate::quota::Quota::new(),
-                channels_lost: 0,
+                lost: LostChannels::default(),
                 pending_loss: PendingLoss::default(),
                 lost_since: None,
                 reconnects: 0,

@@ -150,7 +150,7 @@ impl Supervisor<'_, '_, '_> {
         if let Some(left_out) = self.link.losses.take() {
             tracing::warn!(generation, channel = %id, %error, left_out, "a channel is lost");
         }
-        self.link.channels_lost += 1;
+        self.link.lost.noticed(id);
         if error.is_fatal_here() {
             return self.fail(error);
         }
@@ -211,6 +211,7 @@ impl Supervisor<'_, '_, '_> {
             channel.end();
         }
         self.guest.core.pages.end_all_placing();
+        self.link.lost.end_generation();
     }
 
     /// Ends one channel, and tells the source how much of it is in place.
@@ -230,6 +231,7 @@ impl Supervisor<'_, '_, '_> {
                 .map(|at| self.link.bulk.swap_remove(at).end()),
         };
         if let Some(placed) = placed {
+            self.link.lost.closed(id);
             self.say(ToSource::ChannelEnded {
                 channel: id,
                 placed,

@@ -123,7 +123,7 @@ impl Supervisor<'_, '_, '_> {
                 .then(|| self.record.report.protected.clone()),
             generation: self.state.generation,
             reconnects: self.record.report.reconnects,
-            channels_lost: self.record.report.channels_lost,
+            channels_lost: self.link.lost.count(),
             channels: self.link.channels.open().collect(),
             pages_left: ledger.unacknowledged(),
             pages_in_flight: ledger.in_flight(),
@@ -188,6 +188,7 @@ impl Supervisor<'_, '_, '_> {
             late: load(&figures.late),
             ..counts
         };
+        self.record.report.channels_lost = self.link.lost.count();
         self.record.report.page_bytes = self.shared.ledger.acknowledged_bytes();
         self.record.report.background_bytes = background * PAGE_SIZE;
         if let (Some(began), Some(ended)) = (

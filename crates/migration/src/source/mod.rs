@@ -67,7 +67,7 @@ use self::hashes::SentHashes;
 use self::recovery::Channels;
 use self::shared::{Letter, Mode, Shared};
 use crate::clock::monotonic;
-use crate::control::{ControlLink, PendingLoss};
+use crate::control::{ControlLink, LostChannels, PendingLoss};
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
 use crate::handshake::Identity;
@@ -294,6 +294,7 @@ fn attempt(
                 channels: Channels::new(dialler, route.clone()),
                 named: (None, 0),
                 last_loss: None,
+                lost: LostChannels::default(),
                 pending_loss: PendingLoss::default(),
                 lost_since: None,
             },
@@ -356,6 +357,7 @@ struct Connections<'s, 'e, 'a> {
     named: (Option<PageBitmap>, u64),
     /// The reason why the last channel was lost.
     last_loss: Option<String>,
+    lost: LostChannels,
     pending_loss: PendingLoss,
     /// Since when there is no control channel.
     lost_since: Option<Instant>,
@@ -489,7 +491,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
             let generation = control.generation;
             warn!(generation, %error, "the control channel is lost");
-            self.record.report.channels_lost += 1;
+            self.link.lost.control_lost();
             self.note_loss(error);
             self.events.push_back(Event::Lost(generation));
         }
@@ -533,7 +535,11 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
             Action::Send(message) => self.say(message)?,
             Action::DialChannel(id) => self.link.channels.dial(self.state.generation, id),
-            Action::CloseChannel(id) => self.link.channels.close(id),
+            Action::CloseChannel(id) => {
+                if self.link.channels.close(id) {
+                    self.link.lost.closed(id);
+                }
+            }
             Action::CloseGeneration => self.close_generation(),
             Action::Reclaim { channel, placed } => self.reclaim(channel, placed),
             Action::AdoptMissing => self.adopt_missing(),

@@ -228,11 +228,10 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
         Ok(())
     }
 
-    /// Closes a channel and ends its thread. Nothing happens if it is not open.
-    pub(super) fn close(&mut self, id: ChannelId) {
-        if let Some(at) = self.open.iter().position(|open| open.id == id) {
-            self.open.swap_remove(at).end();
-        }
+    /// Closes a channel and ends its thread. Returns whether it was open.
+    pub(super) fn close(&mut self, id: ChannelId) -> bool {
+        let at = self.open.iter().position(|open| open.id == id);
+        at.map(|at| self.open.swap_remove(at).end()).is_some()
     }
 
     /// Closes all channels and ends their threads.
@@ -472,7 +471,9 @@ impl Supervisor<'_, '_, '_> {
         // receipts may be wrong too.
         let broken = matches!(error, MigrationError::Wire(_) | MigrationError::Protocol(_));
         let was_open = self.link.channels.open().any(|open| open == id);
-        self.record.report.channels_lost += u64::from(was_open);
+        if was_open {
+            self.link.lost.noticed(id);
+        }
         if broken && self.state.has_handed_over() && was_open {
             return self.lose_control(error);
         }
@@ -522,6 +523,7 @@ impl Supervisor<'_, '_, '_> {
         }
         self.forget_named();
         self.link.channels.close_all();
+        self.link.lost.end_generation();
     }
 
     /// Pages of a lost channel are unsent again.

@@ -284,6 +284,29 @@ fn a_channel_that_is_lost_alone_is_opened_again() {
     }
 }
 
+/// The source notices it first. It counts here too.
+#[test]
+fn a_channel_that_the_source_closes_alone_is_opened_again() {
+    if runs_in_child() {
+        return;
+    }
+    let _leaks = LeakCheck::start();
+    let received = attempt_on(tcp(), &template(), None, limits(LONG), |p, _, _| {
+        p.start();
+        let page = p.request();
+        p.send(&Frame::CloseChannel(ChannelId {
+            role: Role::Urgent,
+            index: 0,
+            incarnation: 1,
+        }));
+        reopen(p, Role::Urgent, 0);
+        assert_eq!(p.request(), page);
+        p.complete();
+    });
+    assert_eq!(received.status.channels_lost, 1);
+    assert_arrived("closed by the source", received);
+}
+
 #[test]
 fn a_source_that_falls_silent_after_go_costs_a_generation_only() {
     if runs_in_child() {

@@ -192,6 +192,39 @@ fn a_lie_about_a_channel_that_ended_costs_a_generation_only() {
     vm.assert_verifies();
 }
 
+/// Whichever side notices it first.
+#[test]
+fn a_lost_channel_counts_once() {
+    if runs_in_child() {
+        return;
+    }
+    let _leaks = LeakCheck::start();
+    let channel = ChannelId {
+        role: Role::Urgent,
+        index: 0,
+        incarnation: 1,
+    };
+    for source_is_first in [false, true] {
+        let vm = full_vm();
+        let tried = attempt(&vm, &config(0, LONG), |peer, _| {
+            peer.start();
+            if source_is_first {
+                peer.urgent().shutdown();
+                let closed = peer.expect(FrameType::CloseChannel);
+                assert_eq!(closed, Frame::CloseChannel(channel));
+            }
+            peer.send(&Frame::ChannelEnded { channel, placed: 0 });
+            peer.expect(FrameType::Again);
+            peer.take_urgent(2);
+            peer.complete();
+        });
+        let report = tried.outcome.unwrap();
+        assert_eq!(report.channels_lost, 1, "{source_is_first}");
+        assert_eq!(tried.status.channels_lost, 1, "{source_is_first}");
+        vm.assert_verifies();
+    }
+}
+
 #[test]
 fn a_missing_set_that_takes_back_pages_is_refused() {
     if runs_in_child() {
