@@ -30,8 +30,8 @@ pub(crate) fn listener() -> Result<Listener, Failure> {
     check(variable("LISTEN_PID"), variable("LISTEN_FDS"), &own)?;
     let cannot = |e: Errno| Failure::os("cannot take the activated socket", e);
     // SAFETY: nobody closes this descriptor while it is duplicated: the service manager handed it
-    // over, and nothing in this process owns it. If there is none of this number, the call fails. If
-    // it is another file of this process, that stays open, and is refused below as no listener.
+    // over, and nothing in this process owns it. If there is none of this number, the call fails.
+    // If it is another file of this process, that stays open, and is refused below as no listener.
     let inherited = unsafe { BorrowedFd::borrow_raw(FIRST) };
     let socket = fcntl_dupfd_cloexec(inherited, FIRST).map_err(cannot)?;
     Listener::adopt_fd(socket)

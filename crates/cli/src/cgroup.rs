@@ -74,8 +74,8 @@ impl Resource {
             .collect()
     }
 
-    /// The fields of `memory.stat` with what the kernel takes back. Those of version 1 with `total_`
-    /// count the groups below, as its usage does.
+    /// The fields of `memory.stat` with what the kernel takes back. Those of version 1 with
+    /// `total_` count the groups below, as its usage does.
     const fn reclaimable(self, v2: bool) -> &'static [&'static str] {
         match (self, v2) {
             (Self::Memory, true) => &["inactive_file", "slab_reclaimable"],

@@ -1,8 +1,8 @@
 //! A guest's text console, at the user's terminal or in a file.
 //!
-//! **Guarantee.** No reader of the console stops the guest. A reader that is slow loses nothing: the
-//! guest waits for it. Once a reader has taken nothing for [`PATIENCE`], the newest text is dropped
-//! until it takes some again. Dropped bytes are counted and told on stderr.
+//! **Guarantee.** No reader of the console stops the guest. A reader that is slow loses nothing:
+//! the guest waits for it. Once a reader has taken nothing for [`PATIENCE`], the newest text is
+//! dropped until it takes some again. Dropped bytes are counted and told on stderr.
 //!
 //! **Mechanism.** A thread moves what the guest writes to a [`Sink`]. If the console is the
 //! terminal, another thread sends what the user types. The terminal then passes on each key

@@ -47,8 +47,8 @@ pub(crate) struct Sampler {
 
 impl Sampler {
     /// Begins to sample `vm` once `ready` holds. Before that, a page of a VM that is being received
-    /// may be neither missing nor complete, so the sampler reads none. Linux has no control pages, so
-    /// there are no samples of it.
+    /// may be neither missing nor complete, so the sampler reads none. Linux has no control pages,
+    /// so there are no samples of it.
     pub(crate) fn start(vm: &Arc<Vm>, ready: impl Fn() -> bool + Send + 'static) -> Self {
         let log = Arc::<SampleLog>::default();
         if vm.workload().is_none() {

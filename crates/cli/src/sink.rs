@@ -338,7 +338,8 @@ mod tests {
         assert!((1..2000).contains(&lost), "{lost}");
         assert!(!sink.drain(&|| true));
         let text = read_all(reader, sink);
-        // While the pipe filled, the thread may have been slower, and have told of losses in between.
+        // While the pipe filled, the thread may have been slower, and have told of losses in
+        // between.
         let (told, written): (Vec<&str>, Vec<&str>) =
             text.lines().partition(|line| line.ends_with(" lost"));
         let told = told.iter().map(|line| line.strip_suffix(" lost"));

@@ -3,10 +3,10 @@
 //! **Guarantee.** A VM without `--control` has its socket in one directory of the user, that nobody
 //! else may enter. Commands find it there by its name. With one VM they need no name.
 //!
-//! **Mechanism.** The directory is `pageferry` in `$XDG_RUNTIME_DIR`, for root without that variable
-//! in `/run`, and else `pageferry-UID` in the directory for temporary files. A directory of another
-//! owner is refused. A socket on which nobody listens belongs to a process that was killed: it
-//! counts as no VM.
+//! **Mechanism.** The directory is `pageferry` in `$XDG_RUNTIME_DIR`, for root without that
+//! variable in `/run`, and else `pageferry-UID` in the directory for temporary files. A directory
+//! of another owner is refused. A socket on which nobody listens belongs to a process that was
+//! killed: it counts as no VM.
 //!
 //! **Neighbours.** `run` and `receive` make sockets here; all commands with `--vm` look here.
 

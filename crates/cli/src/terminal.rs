@@ -1,21 +1,21 @@
 #![expect(unsafe_code, reason = "a signal handler restores the terminal")]
 //! The terminal on standard input, while a guest has its keys.
 //!
-//! **Guarantee.** While a [`Terminal`] lives, each key arrives as a byte: Ctrl-C, Ctrl-Z, Ctrl-\ and
-//! Ctrl-S too. However the process ends or stops, the terminal then has its settings from before.
-//! The exceptions are SIGKILL and SIGSTOP, which no process can catch. A process in the background
-//! leaves the terminal alone, since it belongs to another one.
+//! **Guarantee.** While a [`Terminal`] lives, each key arrives as a byte: Ctrl-C, Ctrl-Z, Ctrl-\
+//! and Ctrl-S too. However the process ends or stops, the terminal then has its settings from
+//! before. The exceptions are SIGKILL and SIGSTOP, which no process can catch. A process in the
+//! background leaves the terminal alone, since it belongs to another one.
 //!
-//! **Mechanism.** Dropping the [`Terminal`] restores it, also when a panic unwinds. Each signal that
-//! would end the process has a handler that restores the terminal first: SIGABRT is among them, and
-//! with it `abort`. SIGTSTP restores it before the process stops. After SIGCONT, [`refresh`] takes
-//! it again. Output processing stays on: each line of the command begins at the left, also between
-//! lines of the guest.
+//! **Mechanism.** Dropping the [`Terminal`] restores it, also when a panic unwinds. Each signal
+//! that would end the process has a handler that restores the terminal first: SIGABRT is among
+//! them, and with it `abort`. SIGTSTP restores it before the process stops. After SIGCONT,
+//! [`refresh`] takes it again. Output processing stays on: each line of the command begins at the
+//! left, also between lines of the guest.
 //!
 //! **Order.** A handler may run between any two steps of [`refresh`]. It clears `WANTED` or sets
-//! `STOPPING` before it restores, and `refresh` looks at both after it has changed the settings. All
-//! accesses are `SeqCst`, so at least one of the two restores last. [`refresh`] and the drop exclude
-//! each other by a lock, which no handler takes.
+//! `STOPPING` before it restores, and `refresh` looks at both after it has changed the settings.
+//! All accesses are `SeqCst`, so at least one of the two restores last. [`refresh`] and the drop
+//! exclude each other by a lock, which no handler takes.
 
 use rustix::process::getpgrp;
 use rustix::stdio::stdin;

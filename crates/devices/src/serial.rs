@@ -1,7 +1,7 @@
 //! A serial port of a PC (16550), on a [`Console`].
 //!
-//! The registers are those of `vm-superio`. Bytes that the guest sends go to the console. Bytes that
-//! are typed there come when the port's queue of 64 bytes has room, with an interrupt.
+//! The registers are those of `vm-superio`. Bytes that the guest sends go to the console. Bytes
+//! that are typed there come when the port's queue of 64 bytes has room, with an interrupt.
 //!
 //! A UART has no way to say "later" that Linux's console driver heeds. So a guest waits for a
 //! console that takes no more, for [`PATIENCE`] at most. Behind that, the byte is lost.

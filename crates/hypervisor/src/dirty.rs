@@ -76,8 +76,8 @@ impl<M: Memslots> Vm<M> {
         Ok(pages)
     }
 
-    /// Calls `found` with the words of the dirty log of `slot` that are not 0, and their indices, in
-    /// ascending order. It leaves the bits. It costs little where no page is dirty, unlike
+    /// Calls `found` with the words of the dirty log of `slot` that are not 0, and their indices,
+    /// in ascending order. It leaves the bits. It costs little where no page is dirty, unlike
     /// [`Vm::read_dirty_log`], and misses pages as that does.
     ///
     /// # Errors

@@ -37,7 +37,8 @@ impl<M: Memslots> Vm<M> {
     ///
     /// QEMU's background snapshots use `UFFDIO_WRITEPROTECT` for the same purpose. But this call
     /// tracks pages of the slot, like KVM's `page_track`, and not pages of the host. So it sees no
-    /// store through another slot over the same memory, and none by the VMM, unless the VMM asks [`Vm::stores`].
+    /// store through another slot over the same memory, and none by the VMM, unless the VMM asks
+    /// [`Vm::stores`].
     ///
     /// A store that goes through during the call is over when the call returns: all vCPUs agree on
     /// the set of earlier stores. From then until a page is [untracked](Self::untrack_writes), the

@@ -96,8 +96,8 @@ impl Console {
         std::mem::take(&mut queues.output).into()
     }
 
-    /// Returns what the guest has written behind its first `position` bytes, and the position behind
-    /// that. Waits for text, for `limit` at most. Bytes that are older than the newest
+    /// Returns what the guest has written behind its first `position` bytes, and the position
+    /// behind that. Waits for text, for `limit` at most. Bytes that are older than the newest
     /// [`CAPACITY`](Self::CAPACITY) are left out. A caller that looks on is no reader.
     ///
     /// ```

@@ -1,13 +1,14 @@
 //! Devices whose states travel with a VM.
 //!
-//! **Guarantee.** A state is decoded whole before any of it is applied, and applying cannot fail. So
-//! a caller with several devices applies all states or none.
+//! **Guarantee.** A state is decoded whole before any of it is applied, and applying cannot fail.
+//! So a caller with several devices applies all states or none.
 //!
 //! **Mechanism.** [`Device::decode`] checks every byte, and returns an [`Apply`] that has what it
-//! found. [`Device::pause`] and [`Device::resume`] enclose the time in which the state stands still.
+//! found. [`Device::pause`] and [`Device::resume`] enclose the time in which the state stands
+//! still.
 //!
-//! **Neighbours.** A migration calls all of this. The crate's `devices` is about another thing: guest
-//! memory for devices that are written against rust-vmm's `vm-memory`.
+//! **Neighbours.** A migration calls all of this. The crate's `devices` is about another thing:
+//! guest memory for devices that are written against rust-vmm's `vm-memory`.
 
 use crate::MachineError;
 
@@ -80,9 +81,9 @@ pub trait Device: Send + Sync {
         version == self.version()
     }
 
-    /// Stops the device's own work. When this returns, no thread of the device accesses guest memory
-    /// or raises an interrupt, and its state stands still. Work that is under way is completed first,
-    /// or is part of the state. Repeating it is harmless.
+    /// Stops the device's own work. When this returns, no thread of the device accesses guest
+    /// memory or raises an interrupt, and its state stands still. Work that is under way is
+    /// completed first, or is part of the state. Repeating it is harmless.
     ///
     /// # Errors
     /// When the device cannot stop soon. It then counts as paused until [`Device::resume`].
@@ -91,15 +92,16 @@ pub trait Device: Send + Sync {
     /// Lets the device work again. Repeating it is harmless.
     fn resume(&self);
 
-    /// The state of a paused device, at most 16 MiB. It must not write guest memory, which is frozen
-    /// in a migration.
+    /// The state of a paused device, at most 16 MiB. It must not write guest memory, which is
+    /// frozen in a migration.
     ///
     /// # Errors
     /// When the state cannot be taken.
     fn save(&self) -> Result<Vec<u8>, MachineError>;
 
-    /// Decodes a state of a version that the device [accepts](Device::accepts), and changes nothing.
-    /// The bytes come from another process, so the device checks every one. Neither this nor the
+    /// Decodes a state of a version that the device [accepts](Device::accepts), and changes
+    /// nothing. The bytes come from another process, so the device checks every one. Neither this
+    /// nor the
     /// [`Apply`] may access guest memory, which may not be there yet.
     ///
     /// # Errors

@@ -5,11 +5,11 @@
 //!
 //! **Mechanism.** One atomic word has the numbers of reads and of writes under way, and two flags.
 //! An access counts itself by one compare-exchange from a value whose flags let it in. A closing
-//! thread sets its flag by one read-modify-write. Then it waits until the count of what it keeps out
-//! is 0. The changes of one word are in one total order. So an access that comes behind the flag
-//! sees it and is refused, and the closing thread sees the count of each access that came before.
-//! Reads that go on do not delay a thread that keeps writes out. Neither do refused accesses, as
-//! they change nothing.
+//! thread sets its flag by one read-modify-write. Then it waits until the count of what it keeps
+//! out is 0. The changes of one word are in one total order. So an access that comes behind the
+//! flag sees it and is refused, and the closing thread sees the count of each access that came
+//! before. Reads that go on do not delay a thread that keeps writes out. Neither do refused
+//! accesses, as they change nothing.
 //!
 //! | flag | set | lets in |
 //! |---|---|---|

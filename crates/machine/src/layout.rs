@@ -124,9 +124,10 @@ impl RamLayout {
     /// ```
     ///
     /// # Errors
-    /// When there is no region, or more than 64 or 16 TiB of them. When a region has no whole pages,
-    /// begins before the end of the one before, or leaves the address space. When a region before
-    /// the last is no multiple of 256 KiB, so that it would share a word of bitmaps with the next.
+    /// When there is no region, or more than 64 or 16 TiB of them. When a region has no whole
+    /// pages, begins before the end of the one before, or leaves the address space. When a region
+    /// before the last is no multiple of 256 KiB, so that it would share a word of bitmaps with the
+    /// next.
     pub fn new(regions: &[(Gpa, u64)]) -> Result<Self, LayoutError> {
         if regions.len() > MAX_REGIONS {
             return Err(LayoutError::Regions(regions.len()));

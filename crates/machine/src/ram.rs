@@ -475,8 +475,8 @@ impl GuestRam {
 
     /// The number of pages from `first` on that have memory, without a hole. It is at most `pages`.
     ///
-    /// It asks for each page. SEEK_HOLE would look at all the memory up to the next hole. mincore(2)
-    /// is refused by systemd's `@system-service` and by many other filters.
+    /// It asks for each page. SEEK_HOLE would look at all the memory up to the next hole.
+    /// mincore(2) is refused by systemd's `@system-service` and by many other filters.
     fn allocated(&self, first: RamPage, pages: u64) -> Result<u64, MachineError> {
         self.offset(first, pages);
         let mut found = 0;

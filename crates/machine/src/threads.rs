@@ -254,8 +254,8 @@ impl VcpuThreads {
     /// knows it.
     ///
     /// This kicks the vCPUs that have not reported theirs, and waits for them for at most `limit`.
-    /// The vCPUs run on. After the limit, the reports of the others count. A paused VM is not waited
-    /// for.
+    /// The vCPUs run on. After the limit, the reports of the others count. A paused VM is not
+    /// waited for.
     #[must_use]
     pub fn first_instruction(&self, limit: Duration) -> Option<Instant> {
         let deadline = Instant::now() + limit;

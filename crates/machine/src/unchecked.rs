@@ -8,10 +8,10 @@
 //! siblings, in `access`) is built on it.
 //!
 //! A guest may write any byte at any time. So no call here returns a Rust reference to guest
-//! memory: copies go through volatile accesses ([`UncheckedRam::read`], [`UncheckedRam::write`]), or
-//! through raw pointers given to system calls ([`UncheckedRam::alias`]). A copy tears no naturally
-//! aligned part of 2, 4 or 8 bytes. A caller that needs a stable view (checksums) copies first, or
-//! reads a VM whose vCPUs are parked.
+//! memory: copies go through volatile accesses ([`UncheckedRam::read`], [`UncheckedRam::write`]),
+//! or through raw pointers given to system calls ([`UncheckedRam::alias`]). A copy tears no
+//! naturally aligned part of 2, 4 or 8 bytes. A caller that needs a stable view (checksums) copies
+//! first, or reads a VM whose vCPUs are parked.
 
 use crate::{Backing, GuestRam, MachineError};
 use pageferry_addr::{PAGE_SIZE, RamPage, first_access};

@@ -333,8 +333,8 @@ impl Ledger {
         at_least_none(self.unacknowledged.load(Ordering::SeqCst))
     }
 
-    /// The bytes of pages that the destination has acknowledged so far. Bytes that were sent and got
-    /// lost do not count.
+    /// The bytes of pages that the destination has acknowledged so far. Bytes that were sent and
+    /// got lost do not count.
     pub(crate) fn acknowledged_bytes(&self) -> u64 {
         self.acknowledged_bytes.load(Ordering::Relaxed)
     }

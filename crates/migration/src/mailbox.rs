@@ -36,7 +36,8 @@ impl<T> Mailbox<T> {
         self.bell.ring();
     }
 
-    /// As [`Self::post`]. Letters that `older` finds are of no use beside this one, and are dropped.
+    /// As [`Self::post`]. Letters that `older` finds are of no use beside this one, and are
+    /// dropped.
     pub fn post_instead_of(&self, letter: T, older: impl Fn(&T) -> bool) {
         let mut letters = self.lock();
         letters.retain(|letter| !older(letter));

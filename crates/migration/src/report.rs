@@ -98,8 +98,8 @@ pub struct SourceReport {
     pub first_stop: Duration,
     /// The time at which the last vCPU did so. No guest instruction runs at the source after it.
     pub last_stop: Duration,
-    /// Whether the VM was paused by its owner, and arrived paused. Then there is no blackout, and the
-    /// two times above are those of that pause.
+    /// Whether the VM was paused by its owner, and arrived paused. Then there is no blackout, and
+    /// the two times above are those of that pause.
     pub paused: bool,
     /// The time at which everything up to SwitchOver was sent.
     pub sent_at: Duration,

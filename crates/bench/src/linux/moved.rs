@@ -1,5 +1,5 @@
-//! The blackout of Linux under load, and its waits for missing pages, beside those of the test guest
-//! with as much memory.
+//! The blackout of Linux under load, and its waits for missing pages, beside those of the test
+//! guest with as much memory.
 
 use super::lines::{Line, Splitter, parse};
 use super::{Conditions, Guest, LIMIT, soft};

@@ -222,8 +222,8 @@ impl LatencySetting {
         }
     }
 
-    /// The memory of a row's guest, in bytes. Without a push every page is a stall, so a part of the
-    /// memory gives enough of them.
+    /// The memory of a row's guest, in bytes. Without a push every page is a stall, so a part of
+    /// the memory gives enough of them.
     #[must_use]
     pub(super) fn memory_of(&self, host_page: HostPage, mode: Mode) -> u64 {
         let part = match (mode, host_page) {

@@ -2,8 +2,8 @@
 //!
 //! **Guarantee.** The client sees the newest text of the guest, at most
 //! [`Console::CAPACITY`] bytes, and then what the guest writes. It never holds the guest or another
-//! client up: if it reads too slowly, it misses the oldest text. Its keys wait in its own connection
-//! while the guest takes none.
+//! client up: if it reads too slowly, it misses the oldest text. Its keys wait in its own
+//! connection while the guest takes none.
 //!
 //! **Mechanism.** After the result line the connection carries bytes, not lines. The thread of the
 //! client looks at both directions in turn. The console keeps the text for all clients.

@@ -96,8 +96,8 @@ impl Client {
         }
     }
 
-    /// Attaches to the console. Returns the connection, which carries text and keys from now on, and
-    /// the text that came already.
+    /// Attaches to the console. Returns the connection, which carries text and keys from now on,
+    /// and the text that came already.
     ///
     /// # Errors
     /// As [`Client::call`].

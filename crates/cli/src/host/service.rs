@@ -187,8 +187,8 @@ impl Host {
         }
     }
 
-    /// Waits while a VM whose pages are all here is still arriving. The source may know already that
-    /// it is complete: what its user asks for next must not depend on which process is faster.
+    /// Waits while a VM whose pages are all here is still arriving. The source may know already
+    /// that it is complete: what its user asks for next must not depend on which process is faster.
     fn wait_for_the_end_of_an_arrival(&self) {
         let until = Instant::now() + END_OF_ARRIVAL;
         while Instant::now() < until

@@ -1,5 +1,5 @@
-//! Shows a feed: one refreshed line on a terminal, lines elsewhere, both on stderr. Neither waits for
-//! its reader.
+//! Shows a feed: one refreshed line on a terminal, lines elsewhere, both on stderr. Neither waits
+//! for its reader.
 
 use super::line::{Line, short};
 use super::terminal::Terminal;
@@ -135,7 +135,8 @@ impl Screen for Bar {
     }
 
     fn refresh(&mut self, rates: Option<Rates>) {
-        // The spinner and its space, and the last column, which stays free: some terminals wrap there.
+        // The spinner and its space, and the last column, which stays free: some terminals wrap
+        // there.
         let width = usize::from(Terminal::size().0).saturating_sub(3);
         self.bar.set_message(self.line.show(rates, width));
     }

@@ -1,10 +1,11 @@
 //! A real Linux under load, moved between processes at seeded moments, and with one of them killed.
 //!
-//! **Guarantee.** The guest finds no wrong page and no wrong file, its kernel does not complain, and
-//! its clock never goes back. The clock also shows that two processes never ran the guest at once.
+//! **Guarantee.** The guest finds no wrong page and no wrong file, its kernel does not complain,
+//! and its clock never goes back. The clock also shows that two processes never ran the guest at
+//! once.
 //!
-//! **Mechanism.** Each process writes the guest's console to a file of its own. The first process of
-//! the guest says there what it has checked (`lab/guest-linux/init.c`).
+//! **Mechanism.** Each process writes the guest's console to a file of its own. The first process
+//! of the guest says there what it has checked (`lab/guest-linux/init.c`).
 //!
 //! On KVM the guests are a small kernel of ours and Debian's kernel for clouds. They run where KVM
 //! runs kernels, as in the lab (`cargo xtask lab --real-time`).

@@ -1,4 +1,5 @@
-//! A paused VM moves between processes, and arrives paused. `pause` and `resume` during a migration.
+//! A paused VM moves between processes, and arrives paused. `pause` and `resume` during a
+//! migration.
 
 use crate::support::{
     Destination, Source, assert_runs_on, assert_whole, held_link, pageferry, pages_done, status,

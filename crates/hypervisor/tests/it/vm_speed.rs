@@ -119,8 +119,8 @@ fn random_stores() {
     );
 }
 
-/// Stores to a page in which there was an LR: while it is watched, and in the long run. Then pairs of
-/// LR and SC.
+/// Stores to a page in which there was an LR: while it is watched, and in the long run. Then pairs
+/// of LR and SC.
 #[test]
 #[ignore = "measures: nanoseconds on the fault path"]
 fn stores_beside_reservations() {

@@ -5,8 +5,8 @@
 //!
 //! **Mechanism.** [`riscv64`] has the kernels of soft machines, [`x86_64`] those of KVM's.
 //!
-//! **Neighbours.** The caller creates the machine, gives vCPU 0 the start state, and has the devices
-//! that the kernel finds.
+//! **Neighbours.** The caller creates the machine, gives vCPU 0 the start state, and has the
+//! devices that the kernel finds.
 
 #[cfg(feature = "soft")]
 mod riscv64;
@@ -33,8 +33,8 @@ pub use x86_64::{PcImageError, is_pc_kernel};
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct Linux<'a> {
-    /// The bytes of the kernel: an uncompressed riscv64 `Image`, or an x86-64 `bzImage` or `vmlinux`
-    /// with a PVH note.
+    /// The bytes of the kernel: an uncompressed riscv64 `Image`, or an x86-64 `bzImage` or
+    /// `vmlinux` with a PVH note.
     pub kernel: &'a [u8],
     /// The bytes of an initial RAM disk.
     pub initrd: Option<&'a [u8]>,

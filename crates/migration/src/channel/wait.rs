@@ -81,8 +81,8 @@ impl<'a> Wait<'a> {
         self
     }
 
-    /// Sets the end of several operations together, which took `all` at their start. Bytes that move
-    /// do not postpone it.
+    /// Sets the end of several operations together, which took `all` at their start. Bytes that
+    /// move do not postpone it.
     #[must_use]
     pub const fn until(mut self, deadline: Instant, all: Duration) -> Self {
         self.deadline = Some((deadline, all));

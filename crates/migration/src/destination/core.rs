@@ -111,8 +111,8 @@ impl Core {
     }
 
     /// Ends the wait of every thread for a page that has not come, now and later. The first reason
-    /// counts; returns whether this is the first. A thread that waits looks at the page first, so it
-    /// never misses one that is here.
+    /// counts; returns whether this is the first. A thread that waits looks at the page first, so
+    /// it never misses one that is here.
     pub(super) fn end(&self, why: &'static str) -> bool {
         let first = self.over.set(why).is_ok();
         self.sleepers.wake_all();

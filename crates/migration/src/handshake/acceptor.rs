@@ -249,8 +249,8 @@ impl Worker {
         self.retry_at = None;
     }
 
-    /// Drops a pending connection if there are too many: one that was refused, or one that [`crowd`]
-    /// chooses. Those that name a session of this side come last.
+    /// Drops a pending connection if there are too many: one that was refused, or one that
+    /// [`crowd`] chooses. Those that name a session of this side come last.
     ///
     /// [`crowd`]: super::crowd
     fn make_room(&mut self) {

@@ -112,7 +112,8 @@ impl PendingPeer {
         matches!(self.stage, Stage::PathCheck(_)) && self.filled == 0
     }
 
-    /// Whether the peer has named a session that this side has. A stranger does not know its number.
+    /// Whether the peer has named a session that this side has. A stranger does not know its
+    /// number.
     pub(super) const fn names_session(&self) -> bool {
         match &self.stage {
             Stage::Credentials(challenge) => matches!(challenge.expected, Expected::Known(_)),

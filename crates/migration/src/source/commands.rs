@@ -100,10 +100,10 @@ impl SourceSession {
         *self.lock()
     }
 
-    /// Calls `act`, which pauses or resumes the VM, unless the switch-over has begun. The VM arrives
-    /// as `act` leaves it. Returns `None`, and calls nothing, from the switch-over on: the VM may
-    /// run at the destination then, and must not run here. If the source takes the VM back, this
-    /// works again. `act` should be short: the switch-over waits for it.
+    /// Calls `act`, which pauses or resumes the VM, unless the switch-over has begun. The VM
+    /// arrives as `act` leaves it. Returns `None`, and calls nothing, from the switch-over on: the
+    /// VM may run at the destination then, and must not run here. If the source takes the VM back,
+    /// this works again. `act` should be short: the switch-over waits for it.
     pub fn before_switch_over<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
         let open = self.owner();
         open.then(act)

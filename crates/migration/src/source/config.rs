@@ -175,8 +175,8 @@ pub enum SourceVm {
     /// The source handed it over, and has not heard that the destination discarded it. It is paused
     /// at the source with all its pages.
     GivenUp,
-    /// The source handed it over, and an operator took it back. It runs at the source, unless it was
-    /// paused at the switch-over.
+    /// The source handed it over, and an operator took it back. It runs at the source, unless it
+    /// was paused at the switch-over.
     Forced,
 }
 

@@ -94,8 +94,9 @@ impl Work {
     }
 }
 
-/// A device that counts, and writes each number into a ring in guest memory, on a thread of its own.
-/// Each time it finds the number of the round before. So a lost write or a lost state is found.
+/// A device that counts, and writes each number into a ring in guest memory, on a thread of its
+/// own. Each time it finds the number of the round before. So a lost write or a lost state is
+/// found.
 struct Ring {
     name: &'static str,
     version: u32,

@@ -76,9 +76,9 @@ impl Event {
     /// The pages of `page_bytes` bytes that an [`Event::Remove`] makes missing: those that lie
     /// wholly in its range. `None` if there are none, or for another event.
     ///
-    /// `page_bytes` is the size of the mapping's pages: that of the pool's for huge pages of a pool,
-    /// else 4096. Transparent huge pages are not of a pool. The other events of changed mappings
-    /// name whole pages of any mapping.
+    /// `page_bytes` is the size of the mapping's pages: that of the pool's for huge pages of a
+    /// pool, else 4096. Transparent huge pages are not of a pool. The other events of changed
+    /// mappings name whole pages of any mapping.
     ///
     /// ```
     /// use pageferry_addr::Hva;

@@ -8,8 +8,8 @@
 //! **Mechanism.** The lab's build of kernels. For RISC-V, apt fetches a compiler into the cache.
 //! The first process is compiled against the kernel's own nolibc, so it needs no C library.
 //!
-//! **Neighbours.** [`crate::lab::kernel`] compiles the kernel, [`crate::lab::initrd`] has the format
-//! of the archive, [`shell`] builds a second archive with a shell.
+//! **Neighbours.** [`crate::lab::kernel`] compiles the kernel, [`crate::lab::initrd`] has the
+//! format of the archive, [`shell`] builds a second archive with a shell.
 
 mod shell;
 

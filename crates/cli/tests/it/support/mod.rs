@@ -133,8 +133,8 @@ impl Output {
 }
 
 impl Process {
-    /// Starts `pageferry` with `args`. Its temporary files, and sockets that have no other place, go
-    /// to `tmp`.
+    /// Starts `pageferry` with `args`. Its temporary files, and sockets that have no other place,
+    /// go to `tmp`.
     pub(crate) fn start<S: AsRef<std::ffi::OsStr>>(args: &[S], tmp: &Dir) -> Self {
         Self::start_by(Command::new(PAGEFERRY), args, tmp)
     }
@@ -164,7 +164,8 @@ impl Process {
         process
     }
 
-    /// As [`Process::spawn`], with these as the descriptors 0 and 1. Only the standard error is kept.
+    /// As [`Process::spawn`], with these as the descriptors 0 and 1. Only the standard error is
+    /// kept.
     pub(crate) fn spawn_on(mut command: Command, stdin: Stdio, stdout: Stdio) -> Self {
         let mut child = command
             .stdin(stdin)

@@ -167,8 +167,8 @@ const WALL_CLOCKS: [u32; 2] = [0x11, 0x4b56_4d00];
 /// Hyper-V's hypercall and assist pages, which KVM would also write at once.
 const HYPERV_PAGES: [u32; 2] = [0x4000_0001, 0x4000_0073];
 
-/// Sets the registers, without a touch of guest memory. Returns those that [`write_late`] has to set
-/// before the guest runs: they are disabled so far, and KVM has accepted the register.
+/// Sets the registers, without a touch of guest memory. Returns those that [`write_late`] has to
+/// set before the guest runs: they are disabled so far, and KVM has accepted the register.
 ///
 /// # Errors
 /// [`MachineError::BadState`] when a register that matters is missing or refused.

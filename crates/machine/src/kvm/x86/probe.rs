@@ -139,8 +139,8 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
     }
 }
 
-/// The time that a loop of 100 000 instructions takes in ring 0, at most: as many times that in ring
-/// 3, and this much more.
+/// The time that a loop of 100 000 instructions takes in ring 0, at most: as many times that in
+/// ring 3, and this much more.
 const SLOWER: u32 = 10;
 const SLACK: Duration = Duration::from_millis(5);
 

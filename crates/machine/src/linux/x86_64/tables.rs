@@ -1,7 +1,8 @@
 //! The tables by which a kernel finds its PC: ACPI, and the older MP table.
 //!
-//! Sources: ACPI 6.5 (RSDP 5.2.5.3, XSDT 5.2.8, FADT 5.2.9, MADT 5.2.12), and Intel's MultiProcessor
-//! Specification 1.4, chapter 4. Stock kernels read ACPI only. A small kernel may have no ACPI.
+//! Sources: ACPI 6.5 (RSDP 5.2.5.3, XSDT 5.2.8, FADT 5.2.9, MADT 5.2.12), and Intel's
+//! MultiProcessor Specification 1.4, chapter 4. Stock kernels read ACPI only. A small kernel may
+//! have no ACPI.
 
 use crate::board::MmioDevice;
 use crate::board::{

@@ -9,8 +9,8 @@
 //! beside it, with `allnoconfig` and the options of a file of the series. The series is stored
 //! with the build and compared.
 //!
-//! **Neighbours.** [`packages`] fetches the source, the tools that the compiler needs beside it, and
-//! the compiler for another processor. [`super::machine`] boots a kernel of the lab, and
+//! **Neighbours.** [`packages`] fetches the source, the tools that the compiler needs beside it,
+//! and the compiler for another processor. [`super::machine`] boots a kernel of the lab, and
 //! [`crate::guest_linux`] makes one for guests.
 
 mod tree;
