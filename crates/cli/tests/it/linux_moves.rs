@@ -28,6 +28,9 @@ const MOVES_OF_A_VM: u64 = 20;
 /// The moves in all, and the kills, if the environment does not say.
 const MOVES: u64 = 200;
 const KILLS: u64 = 40;
+/// The flags of a move whose ends are killed: the other end notices soon. A busy host could be
+/// silent for so long by itself.
+const SOON: &[&str] = &["--dead-after", "300ms"];
 /// The time for which a guest that must not run is watched.
 const STILL: Duration = Duration::from_millis(200);
 
@@ -143,15 +146,10 @@ impl Side {
     }
 
     /// A destination and its address, behind so many moves.
-    fn destination(guest: &Guest, moves: u64) -> (Self, String) {
-        let mut words = vec![
-            "receive",
-            "--listen",
-            "127.0.0.1:0",
-            "--dead-after",
-            "300ms",
-        ];
+    fn destination(guest: &Guest, moves: u64, flags: &[&str]) -> (Self, String) {
+        let mut words = vec!["receive", "--listen", "127.0.0.1:0"];
         words.extend(guest.receive);
+        words.extend(flags);
         let devices = guest.devices(moves + 1);
         words.extend(devices.iter().map(String::as_str));
         let side = Self::start(&words, &[]);
@@ -160,17 +158,13 @@ impl Side {
     }
 
     /// `pageferry migrate` to `address`, with some passes of pre-copy.
-    fn migrate(&self, address: &str, passes: u64) -> Process {
+    fn migrate(&self, address: &str, passes: u64, flags: &[&str]) -> Process {
         let mut command = Command::new(PAGEFERRY);
         command.arg("migrate").arg("--vm").arg(&self.socket);
         command.args(["--to", address, "--precopy-passes", &passes.to_string()]);
         // Post-copy lasts long enough for a kill.
-        command.args([
-            "--dead-after",
-            "300ms",
-            "--max-postcopy-bandwidth",
-            "800mbit",
-        ]);
+        command.args(["--max-postcopy-bandwidth", "800mbit"]);
+        command.args(flags);
         Process::spawn(command)
     }
 
@@ -548,9 +542,9 @@ fn moves_back_and_forth(guest: &Guest, moves: u64, most_ms: u64) {
         let mut here = Side::source(guest);
         let mut text = String::new();
         for side in 0..MOVES_OF_A_VM.min(moves - vm * MOVES_OF_A_VM) {
-            let (there, address) = Side::destination(guest, side);
+            let (there, address) = Side::destination(guest, side, &[]);
             std::thread::sleep(Duration::from_millis(random.below(most_ms)));
-            let moved = here.migrate(&address, random.below(2)).end();
+            let moved = here.migrate(&address, random.below(2), &[]).end();
             assert_eq!(moved.code, Some(0), "VM {vm}: {moved:?}");
             let left = std::mem::replace(&mut here, there);
             left.process.end().assert_ok();
@@ -592,8 +586,8 @@ fn linux_moves_while_it_is_paused() {
     for _ in 0..2 {
         let socket = here.socket.to_str().unwrap().to_owned();
         pageferry(&["pause", "--vm", &socket]).assert_ok();
-        let (there, address) = Side::destination(&guest, 0);
-        here.migrate(&address, 1).end().assert_ok();
+        let (there, address) = Side::destination(&guest, 0, &[]);
+        here.migrate(&address, 1, &[]).end().assert_ok();
         let left = std::mem::replace(&mut here, there);
         left.process.end().assert_ok();
         text.push_str(&String::from_utf8_lossy(
@@ -707,12 +701,12 @@ fn linux_on_kvm_runs_in_one_process_at_most_and_its_disk_stays_right() {
 fn kill(guest: &Guest, seed: u64, most_ms: u64) -> &'static str {
     let (mut random, begun) = (Random::new(seed + 1), Instant::now());
     let source = Side::source(guest);
-    let (there, address) = Side::destination(guest, 0);
+    let (there, address) = Side::destination(guest, 0, SOON);
     let least_ms = most_ms / 4;
     std::thread::sleep(Duration::from_millis(
         least_ms + random.below(most_ms - least_ms),
     ));
-    let migrate = source.migrate(&address, random.below(2));
+    let migrate = source.migrate(&address, random.below(2), SOON);
     if random.below(3) == 0 {
         std::thread::sleep(Duration::from_micros(random.below(400_000)));
     } else {
