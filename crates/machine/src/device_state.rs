@@ -101,8 +101,7 @@ pub trait Device: Send + Sync {
 
     /// Decodes a state of a version that the device [accepts](Device::accepts), and changes
     /// nothing. The bytes come from another process, so the device checks every one. Neither this
-    /// nor the
-    /// [`Apply`] may access guest memory, which may not be there yet.
+    /// nor the [`Apply`] may access guest memory, which may not be there yet.
     ///
     /// # Errors
     /// [`MachineError::Device`] when the bytes are no state of this device and version.

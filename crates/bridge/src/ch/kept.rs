@@ -124,8 +124,8 @@ impl Kept {
         self.lease = Some(lease);
     }
 
-    /// Ends the keeper: nobody is to go on with the VM. One that is only dropped is left to the
-    /// next process, as if this one had died.
+    /// Ends the keeper: nobody is to go on with the VM. A keeper that is only dropped is left
+    /// to the next process, as if this one had died.
     pub(super) fn end(&self) {
         if let Some(lease) = &self.lease {
             lease.end();

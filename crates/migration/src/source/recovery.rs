@@ -230,8 +230,11 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
 
     /// Closes a channel and ends its thread. Returns whether it was open.
     pub(super) fn close(&mut self, id: ChannelId) -> bool {
-        let at = self.open.iter().position(|open| open.id == id);
-        at.map(|at| self.open.swap_remove(at).end()).is_some()
+        let Some(at) = self.open.iter().position(|open| open.id == id) else {
+            return false;
+        };
+        self.open.swap_remove(at).end();
+        true
     }
 
     /// Closes all channels and ends their threads.

@@ -8,14 +8,14 @@ use crate::failures_destination::{
 use crate::handshake_common::bulk;
 use crate::scripted::source::{ScriptedSource, Template, WRONG, pages_frame, urgent};
 use crate::scripted::{
-    LONG, SHORT, assert_loss, assert_sentence, encoded, ends_soon, kind, limits,
+    LONG, SHORT, assert_loss, assert_sentence, encoded, ends_soon, first_channel, kind, limits,
 };
 use crate::support::{LIMIT, WorkloadVm, address_of, listen, listen_on, tcp, unix};
 use pageferry_addr::RamPage;
 use pageferry_machine::Engine;
 use pageferry_migration::wire::{
-    self, ChannelId, DestinationStage, ErrorCode, ErrorMessage, Frame, FrameType, Pass, Role,
-    RunKind, RunList, SourceStage, urgent_reply_page,
+    self, DestinationStage, ErrorCode, ErrorMessage, Frame, FrameType, Pass, Role, RunKind,
+    RunList, SourceStage, urgent_reply_page,
 };
 use pageferry_migration::{Destination, DestinationConfig, DestinationVm, Limits, Unobserved};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -223,11 +223,7 @@ fn assert_arrived(name: &str, received: Received) {
 /// Opens a channel again when the destination has ended it.
 fn reopen(p: &mut ScriptedSource<'_>, role: Role, placed: u64) {
     let ended = Frame::ChannelEnded {
-        channel: ChannelId {
-            role,
-            index: 0,
-            incarnation: 1,
-        },
+        channel: first_channel(role, 1),
         placed,
     };
     assert_eq!(p.expect(FrameType::ChannelEnded), ended);
@@ -294,11 +290,7 @@ fn a_channel_that_the_source_closes_alone_is_opened_again() {
     let received = attempt_on(tcp(), &template(), None, limits(LONG), |p, _, _| {
         p.start();
         let page = p.request();
-        p.send(&Frame::CloseChannel(ChannelId {
-            role: Role::Urgent,
-            index: 0,
-            incarnation: 1,
-        }));
+        p.send(&Frame::CloseChannel(first_channel(Role::Urgent, 1)));
         reopen(p, Role::Urgent, 0);
         assert_eq!(p.request(), page);
         p.complete();

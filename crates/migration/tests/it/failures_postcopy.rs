@@ -5,14 +5,15 @@ use crate::alone::{LeakCheck, runs_in_child};
 use crate::failures_source::{attempt, attempt_on, config};
 use crate::scripted::destination::ScriptedDestination;
 use crate::scripted::{
-    ALLOCATED, LONG, SHORT, assert_failure, assert_loss, encoded, say, take_urgent, within_limit,
+    ALLOCATED, LONG, SHORT, assert_failure, assert_loss, encoded, first_channel, say, take_urgent,
+    within_limit,
 };
 use crate::support::{WorkloadVm, address_of, listen, migrate_to, receive_on, tcp, unix};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Backing, Engine};
 use pageferry_migration::address::Address;
 use pageferry_migration::wire::{
-    ChannelId, DestinationStage, ErrorCode, ErrorMessage, Frame, FrameType, PAGE_BYTES, Role, Side,
+    DestinationStage, ErrorCode, ErrorMessage, Frame, FrameType, PAGE_BYTES, Role, Side,
     SourceStage, UrgentKind, UrgentMessage,
 };
 use pageferry_migration::{
@@ -172,11 +173,7 @@ fn a_lie_about_a_channel_that_ended_costs_a_generation_only() {
     let vm = full_vm();
     let tried = attempt(&vm, &config(0, LONG), |peer, _| {
         peer.start();
-        let channel = ChannelId {
-            role: Role::Bulk,
-            index: 0,
-            incarnation: 1,
-        };
+        let channel = first_channel(Role::Bulk, 1);
         let placed = 1 << 40;
         peer.send(&Frame::ChannelEnded { channel, placed });
         assert_eq!(peer.take_resume(), SourceStage::HandedOver);
@@ -199,11 +196,7 @@ fn a_lost_channel_counts_once() {
         return;
     }
     let _leaks = LeakCheck::start();
-    let channel = ChannelId {
-        role: Role::Urgent,
-        index: 0,
-        incarnation: 1,
-    };
+    let channel = first_channel(Role::Urgent, 1);
     for source_is_first in [false, true] {
         let vm = full_vm();
         let tried = attempt(&vm, &config(0, LONG), |peer, _| {

@@ -6,15 +6,15 @@ use crate::failures_destination::{Received, attempt_on as receive_from};
 use crate::failures_source::{attempt, config};
 use crate::handshake_common::{PLAIN, bulk, open, socket_of};
 use crate::scripted::source::{ScriptedSource, Template, urgent};
-use crate::scripted::{LONG, assert_loss, encoded, kind, limits, say, within_limit};
+use crate::scripted::{LONG, assert_loss, encoded, first_channel, kind, limits, say, within_limit};
 use crate::support::{WorkloadVm, address_of, tcp};
 use pageferry_addr::RamPage;
 use pageferry_machine::Engine;
 use pageferry_migration::channel::Connection;
 use pageferry_migration::handshake::Identity;
 use pageferry_migration::wire::{
-    ChannelId, ChannelKey, DestinationStage, Frame, FrameType, MissingRuns, Pass, Role, Setup,
-    SourceStage, UrgentMessage,
+    ChannelKey, DestinationStage, Frame, FrameType, MissingRuns, Pass, Role, Setup, SourceStage,
+    UrgentMessage,
 };
 use pageferry_migration::{Destination, DestinationVm, SourceConfig, SourceVm};
 use pageferry_testkit::process::{descriptors, private_kib, runs_in_child, threads};
@@ -251,11 +251,7 @@ fn a_destination_that_ends_channels_again_and_again() {
         peer.start();
         let mut bytes = Vec::new();
         for incarnation in 1..=20_000 {
-            let channel = ChannelId {
-                role: Role::Bulk,
-                index: 0,
-                incarnation,
-            };
+            let channel = first_channel(Role::Bulk, incarnation);
             let placed = if incarnation == 1 { peer.frames } else { 0 };
             bytes.extend(encoded(&Frame::ChannelEnded { channel, placed }));
         }
@@ -364,11 +360,7 @@ fn a_destination_that_accepts_a_channel_and_leaves_is_dialled_at_a_bounded_rate(
         peer.start();
         let mut incarnation = 1;
         let count = count_within_a_while(|| {
-            let channel = ChannelId {
-                role: Role::Bulk,
-                index: 0,
-                incarnation,
-            };
+            let channel = first_channel(Role::Bulk, incarnation);
             peer.send(&Frame::ChannelEnded { channel, placed: 0 });
             incarnation += 1;
             peer.take_bulk(incarnation);

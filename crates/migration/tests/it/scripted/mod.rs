@@ -5,8 +5,8 @@ pub(crate) mod source;
 
 use pageferry_migration::channel::{ChannelError, Connection, Wait};
 use pageferry_migration::wire::{
-    Frame, FrameHeader, FrameType, HEADER_BYTES, Role, RunList, SetupProgress, Side, URGENT_BYTES,
-    UrgentMessage,
+    ChannelId, Frame, FrameHeader, FrameType, HEADER_BYTES, Role, RunList, SetupProgress, Side,
+    URGENT_BYTES, UrgentMessage,
 };
 use pageferry_migration::{Limits, MigrationError, SourceFailure, SourceVm};
 use std::time::{Duration, Instant};
@@ -28,6 +28,15 @@ pub(crate) const LONG: Duration = Duration::from_secs(40);
 /// The longest time from the cause of a failure to the caller's answer. It is below [`LONG`], so a
 /// wait for the wrong limit fails the test.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
+
+/// The first channel of a role, opened for so many times.
+pub(crate) const fn first_channel(role: Role, incarnation: u32) -> ChannelId {
+    ChannelId {
+        role,
+        index: 0,
+        incarnation,
+    }
+}
 
 /// The limits for a case that ends in an error of this [`kind`].
 pub(crate) fn limits_for(kind: &str) -> Limits {

@@ -385,8 +385,8 @@ fn wrong_size(tag: Tag, body: &[u8]) -> String {
     )
 }
 
-/// A u8, the kind (1 write, 2 read, 3 port write, 4 port read); a u8, the size; 6 zero bytes; a u64,
-/// the gpa or port; a u64, the value.
+/// A u8, the kind (1 write, 2 read, 3 port write, 4 port read); a u8, the size; 6 zero bytes; a
+/// u64, the gpa or port; a u64, the value.
 const EXIT_BYTES: usize = 24;
 
 fn encode_exit(exit: &Exit) -> [u8; EXIT_BYTES] {
