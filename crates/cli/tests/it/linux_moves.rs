@@ -30,9 +30,19 @@ const MOVES: u64 = 200;
 const KILLS: u64 = 40;
 /// The flags of a move whose ends are killed: the other end notices soon. A busy host could be
 /// silent for so long by itself.
-const SOON: &[&str] = &["--dead-after", "300ms"];
+const SOON: Flags = &["--dead-after", "300ms"];
+/// Flags of `receive`.
+const MINOR: Flags = &["--delivery", "minor"];
+const MISSING: Flags = &["--delivery", "missing"];
+const POISON: Flags = &["--delivery", "poison"];
 /// The time for which a guest that must not run is watched.
 const STILL: Duration = Duration::from_millis(200);
+
+/// The program. It may be another build than the tests': `PAGEFERRY_LINUX_PROGRAM`.
+fn program() -> Command {
+    let other = std::env::var_os("PAGEFERRY_LINUX_PROGRAM");
+    Command::new(other.unwrap_or_else(|| PAGEFERRY.into()))
+}
 
 fn number(variable: &str, otherwise: u64) -> u64 {
     let text = std::env::var(variable).ok();
@@ -42,15 +52,17 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     })
 }
 
+type Flags = &'static [&'static str];
+
 /// A Linux under load, and the machine that it gets.
 struct Guest {
     files: [PathBuf; 2],
     /// The flags of `run`.
-    machine: &'static [&'static str],
+    machine: Flags,
     command_line: &'static str,
     engine: &'static str,
     /// The flags of `receive`.
-    receive: &'static [&'static str],
+    receive: Flags,
     /// The disk, of a guest that also has a network.
     disk: Option<PathBuf>,
 }
@@ -68,7 +80,7 @@ impl Guest {
     }
 
     /// A guest on KVM. `None` after a skip of the resource `kernels`.
-    fn on_kvm(files: Option<[PathBuf; 2]>, machine: &'static [&'static str]) -> Option<Self> {
+    fn on_kvm(files: Option<[PathBuf; 2]>, machine: Flags) -> Option<Self> {
         let missing = pageferry_machine::kvm::probe_kernels().err();
         if missing.is_some_and(|why| skip("kernels", why)) {
             return None;
@@ -113,7 +125,7 @@ impl Side {
     fn start(words: &[&str], kernel: &[&PathBuf]) -> Self {
         let dir = Dir::new();
         let (socket, console) = (dir.path("vm"), dir.path("console"));
-        let mut command = Command::new(PAGEFERRY);
+        let mut command = program();
         command.args(words).arg("--control").arg(&socket);
         command.arg("--console").arg(&console);
         if let [kernel, initrd] = kernel {
@@ -159,7 +171,7 @@ impl Side {
 
     /// `pageferry migrate` to `address`, with some passes of pre-copy.
     fn migrate(&self, address: &str, passes: u64, flags: &[&str]) -> Process {
-        let mut command = Command::new(PAGEFERRY);
+        let mut command = program();
         command.arg("migrate").arg("--vm").arg(&self.socket);
         command.args(["--to", address, "--precopy-passes", &passes.to_string()]);
         // Post-copy lasts long enough for a kill.
@@ -255,25 +267,6 @@ fn linux_moves_back_and_forth_at_seeded_moments() {
     }
 }
 
-#[test]
-#[ignore = "needs a KVM that runs kernels: `.ci/lab-linux` runs it there"]
-fn linux_on_kvm_moves_by_each_delivery() {
-    let machine = &["--memory", "64M", "--vcpus", "2"];
-    let Some(mut guest) = Guest::on_kvm(guest_linux_x86_64(), machine) else {
-        return;
-    };
-    let for_poison = &["--memory", "64M", "--vcpus", "2", "--cpu", "host,poison"];
-    let moves = number("PAGEFERRY_LINUX_MOVES", 24);
-    for (delivery, machine) in [
-        (&["--delivery", "minor"], &machine[..]),
-        (&["--delivery", "missing"], &machine[..]),
-        (&["--delivery", "poison"], for_poison),
-    ] {
-        (guest.receive, guest.machine) = (delivery, machine);
-        moves_back_and_forth(&guest, moves / 3, 3000);
-    }
-}
-
 const WITH_DEVICES: &str = "console=ttyS0 panic=-1 loglevel=6 pf=load pf_mib=8 pf_timer_ms=10 \
                             pf_clock=1 pf_rest_ms=50 pf_disk=1 pf_net=7777";
 
@@ -293,10 +286,13 @@ fn linux_on_kvm_moves_with_a_level_of_features() {
 
 #[test]
 #[ignore = "needs a KVM that runs kernels: `.ci/lab-linux` runs it there"]
-fn linux_on_kvm_moves_with_its_disk_and_its_network() {
-    let machine = &["--memory", "64M", "--vcpus", "2"];
+fn linux_on_kvm_moves_with_its_disk_and_its_network_by_each_delivery() {
+    // Little more than the kernel needs: the emulated machine moves some hundred pages a second.
+    let machine = &["--memory", "40M", "--vcpus", "2"];
+    let for_poison = &["--memory", "40M", "--vcpus", "2", "--cpu", "host,poison"];
     if let Some(guest) = Guest::on_kvm(guest_linux_x86_64(), machine) {
-        moves_with_devices_on_kvm(guest, 3000);
+        let poison = (POISON, &for_poison[..]);
+        moves_with_devices_on_kvm(guest, &[(MINOR, machine), (MISSING, machine), poison], 3000);
     }
 }
 
@@ -305,7 +301,7 @@ fn linux_on_kvm_moves_with_its_disk_and_its_network() {
 fn a_stock_linux_on_kvm_moves_with_its_disk_and_its_network() {
     let machine = &["--memory", "256M", "--vcpus", "1"];
     if let Some(guest) = Guest::on_kvm(guest_linux_cloud(), machine) {
-        moves_with_devices_on_kvm(guest, 15_000);
+        moves_with_devices_on_kvm(guest, &[(MINOR, machine), (MISSING, machine)], 15_000);
     }
 }
 
@@ -344,11 +340,12 @@ fn with_devices_on_kvm<T: Send>(
     with_devices(guest, image.as_ref(), items, test);
 }
 
-fn moves_with_devices_on_kvm(guest: Guest, most_ms: u64) {
-    let moves = number("PAGEFERRY_LINUX_MOVES", 24).div_ceil(4);
-    let deliveries = [&["--delivery", "minor"], &["--delivery", "missing"]];
-    with_devices_on_kvm(guest, deliveries, |guest, echo, delivery| {
-        guest.receive = delivery;
+/// Moves guests with devices, one for each pair of flags of `receive` and `run`. The environment
+/// says how many moves these are together.
+fn moves_with_devices_on_kvm(guest: Guest, ways: &[(Flags, Flags)], most_ms: u64) {
+    let moves = number("PAGEFERRY_LINUX_MOVES", 24).div_ceil(ways.len() as u64);
+    with_devices_on_kvm(guest, ways, |guest, echo, &(receive, machine)| {
+        (guest.receive, guest.machine) = (receive, machine);
         moves_with_devices(guest, echo, moves, most_ms);
     });
 }

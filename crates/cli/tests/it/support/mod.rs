@@ -122,6 +122,11 @@ impl Output {
         String::from_utf8_lossy(&self.so_far.lock().unwrap()).into_owned()
     }
 
+    /// Nothing can write to it any more.
+    fn has_ended(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     /// The whole output, once nothing can write to it any more.
     fn whole(&mut self) -> String {
         if let Some(thread) = self.thread.take() {
@@ -185,12 +190,18 @@ impl Process {
     /// the line.
     #[track_caller]
     pub(crate) fn wait_until_said(&self, part: &str) -> String {
+        let outputs = [&self.stdout, &self.stderr];
         wait_for(part, || {
-            [&self.stdout, &self.stderr].iter().find_map(|output| {
+            let ended = outputs.iter().all(|output| output.has_ended());
+            let found = outputs.iter().find_map(|output| {
                 let text = output.so_far();
                 let (_, behind) = text.split_once(part)?;
                 Some(behind.split_once('\n')?.0.to_owned())
-            })
+            });
+            if ended && found.is_none() {
+                panic!("ended without '{part}': {}", self.said_on_stderr());
+            }
+            found
         })
     }
 
