@@ -36,12 +36,14 @@
  *   PF net <blocks> <wrong>         load: blocks of 1 KiB that came back so far, and wrong ones
  *   PF storm <what> <rounds>        storm: rounds of each kind
  *   PF torture <test> <hex>         torture: 1 if the test succeeded
+ *   PF exit <ns>                    reads, on x86-64: an instruction that leaves the guest
  *   PF reads <ns> <blocks>          reads: the time, and the blocks of 4 KiB read in it
  *   PF done                         last of all, before it shuts down
  */
 #define MIB (1024UL * 1024)
 #define PAGE 4096UL
 #define LOOP_ROUNDS 20000000UL
+#define EXITS 5000UL
 
 typedef unsigned long u64;
 typedef unsigned int u32;
@@ -911,10 +913,26 @@ static void reader(long seed)
 	}
 }
 
+/* CPUID always leaves the guest, for KVM itself. */
+static void time_exits(void)
+{
+#ifdef __x86_64__
+	u64 start = now_ns();
+
+	for (u64 i = 0; i < EXITS; i++) {
+		u32 a = 0, b, c = 0, d;
+
+		asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+	}
+	SAY1("exit", (now_ns() - start) / EXITS);
+#endif
+}
+
 static void reads(u64 seconds)
 {
 	u64 start, before;
 
+	time_exits();
 	mount_dev();
 	for (long i = 0; i < 32; i++)
 		if (fork() == 0) {

@@ -51,7 +51,8 @@ impl Listener {
                 Some(Line::Time(task, ns)) => drop(self.tasks_ns.insert(task, ns)),
                 Some(Line::Loop { ns, result }) => self.looped = Some((ns, result)),
                 Some(Line::Done) => self.done = true,
-                Some(Line::Busy { .. } | Line::Reads { .. } | Line::Other) | None => {}
+                Some(Line::Busy { .. } | Line::Exit(_) | Line::Reads { .. } | Line::Other)
+                | None => {}
             }
         }
         Ok(self.done)

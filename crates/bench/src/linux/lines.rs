@@ -21,6 +21,8 @@ pub(super) enum Line {
         /// Rounds that are done.
         rounds: u64,
     },
+    /// What an instruction that leaves the guest takes, in nanoseconds.
+    Exit(u64),
     /// Reads of a disk.
     Reads {
         /// The time in nanoseconds.
@@ -90,6 +92,7 @@ pub(super) fn parse(line: &str) -> Result<Option<Line>, BenchError> {
         ["touch", ns] => time(Task::Touch, ns),
         ["loop", ns, result] => read_loop(ns, result),
         ["busy", _, rounds] => rounds.parse().ok().map(|rounds| Line::Busy { rounds }),
+        ["exit", ns] => ns.parse().ok().map(Line::Exit),
         ["reads", ns, blocks] => read_blocks(ns, blocks),
         ["load" | "md5" | "net", _, wrong] => match wrong.parse() {
             Ok(0) => Some(Line::Other),
@@ -167,6 +170,7 @@ mod tests {
         };
         assert_eq!(read("PF loop 9 d85eef521f9632d3"), Some(looped));
         assert_eq!(read("PF busy 9 12"), Some(Line::Busy { rounds: 12 }));
+        assert_eq!(read("PF exit 7"), Some(Line::Exit(7)));
         let reads = Line::Reads { ns: 9, blocks: 12 };
         assert_eq!(read("PF reads 9 12"), Some(reads));
         assert_eq!(read("PF load 4000 0"), Some(Line::Other));
@@ -188,6 +192,7 @@ mod tests {
             "PF loop 1 xyz",
             "PF loop 99999999999999999999 1",
             "PF busy 1",
+            "PF exit x",
             "PF reads 1",
             "PF load 1 many",
             "PF done now",
