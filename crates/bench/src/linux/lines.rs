@@ -21,7 +21,7 @@ pub(super) enum Line {
         /// Rounds that are done.
         rounds: u64,
     },
-    /// What an instruction that leaves the guest takes, in nanoseconds.
+    /// The time of an instruction that leaves the guest, in nanoseconds.
     Exit(u64),
     /// Reads of a disk.
     Reads {

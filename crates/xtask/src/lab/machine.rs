@@ -23,10 +23,10 @@ const COUNT_INSTRUCTIONS: [&str; 4] = [
     "shift=2,sleep=off",
 ];
 
-/// Options of the emulated kernel beside `--real-time`: its timer interrupts again and again. QEMU 7.2
-/// changes `interrupt_request` at each VMRUN and #VMEXIT without a lock (`svm_helper.c`). An interrupt
-/// that comes then may be lost, and a kernel that waits for it would wait for ever.
-const TIMER_REPEATS: &str = "nohz=off highres=off";
+/// Options of the emulated kernel beside `--real-time`: its timer is periodic. At each VMRUN and
+/// #VMEXIT, QEMU 7.2 changes `interrupt_request` without a lock (`svm_helper.c`). An interrupt that
+/// comes then may be lost. A kernel that waits for it alone would wait for ever.
+const PERIODIC_TIMER: &str = "nohz=off highres=off";
 
 /// One run.
 pub(crate) struct Machine<'a> {
@@ -114,7 +114,7 @@ impl Machine<'_> {
             if self.counts_instructions {
                 ""
             } else {
-                TIMER_REPEATS
+                PERIODIC_TIMER
             }
         ))
         .stdin(Stdio::null())
