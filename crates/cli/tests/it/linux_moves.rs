@@ -31,6 +31,9 @@ const KILLS: u64 = 40;
 /// The flags of a move whose ends are killed: the other end notices soon. A busy host could be
 /// silent for so long by itself.
 const SOON: Flags = &["--dead-after", "300ms"];
+/// A guest's clock may have stopped for less in all moves. The blackouts of ten moves in the lab are
+/// longer.
+const CLOCKS_STOP: Duration = Duration::from_millis(250);
 /// Flags of `receive`.
 const MINOR: Flags = &["--delivery", "minor"];
 const MISSING: Flags = &["--delivery", "missing"];
@@ -183,6 +186,22 @@ impl Side {
     fn text(&self) -> String {
         let bytes = std::fs::read(&self.console).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// The time by which the guest's clock is behind the host's: the least of some lines, since a
+    /// line takes a while to come.
+    fn lateness(&self) -> Duration {
+        let told = || Heard::of(&self.text()).real;
+        let mut last = told();
+        let lateness = (0..20).map(|_| {
+            last = wait_for("the guest's clock", || {
+                Some(told()).filter(|&now| now != last)
+            });
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+            now.checked_sub(Duration::from_nanos(last))
+                .expect("a guest's clock that is not ahead")
+        });
+        lateness.min().unwrap()
     }
 
     /// The guest makes progress here.
@@ -537,7 +556,7 @@ fn moves_back_and_forth(guest: &Guest, moves: u64, most_ms: u64) {
     for vm in 0..moves.div_ceil(MOVES_OF_A_VM) {
         let mut random = Random::new(vm + 1);
         let mut here = Side::source(guest);
-        let mut text = String::new();
+        let (mut text, mut late) = (String::new(), None);
         for side in 0..MOVES_OF_A_VM.min(moves - vm * MOVES_OF_A_VM) {
             let (there, address) = Side::destination(guest, side, &[]);
             std::thread::sleep(Duration::from_millis(random.below(most_ms)));
@@ -548,6 +567,9 @@ fn moves_back_and_forth(guest: &Guest, moves: u64, most_ms: u64) {
             let bytes = std::fs::read(&left.console).unwrap();
             text.push_str(&String::from_utf8_lossy(&bytes));
             Heard::of(&text);
+            if guest.engine == "kvm" {
+                late.get_or_insert_with(|| here.lateness());
+            }
         }
         // The guest has had time for each kind of its work.
         let heard = wait_for("the guest's checks", || {
@@ -560,6 +582,10 @@ fn moves_back_and_forth(guest: &Guest, moves: u64, most_ms: u64) {
             wait_until("the stream", || {
                 Heard::of(&(text.clone() + &here.text())).net > heard.net
             });
+        }
+        if let Some(before) = late {
+            let after = here.lateness();
+            assert!(after.abs_diff(before) < CLOCKS_STOP, "{before:?} {after:?}");
         }
         pages += heard.pages;
         sums += heard.sums;

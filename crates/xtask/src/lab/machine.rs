@@ -24,8 +24,8 @@ const COUNT_INSTRUCTIONS: [&str; 4] = [
 ];
 
 /// Options of the emulated kernel beside `--real-time`: its timer is periodic. At each VMRUN and
-/// #VMEXIT, QEMU 7.2 changes `interrupt_request` without a lock (`svm_helper.c`). An interrupt that
-/// comes then may be lost. A kernel that waits for it alone would wait for ever.
+/// #VMEXIT, QEMU 10.0 changes `interrupt_request` without a lock (`svm_helper.c`). An interrupt
+/// that comes then may be lost. A kernel that waits for it alone would wait for ever.
 const PERIODIC_TIMER: &str = "nohz=off highres=off";
 
 /// One run.
