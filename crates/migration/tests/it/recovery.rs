@@ -380,8 +380,9 @@ fn a_vm_moves_over_tls_and_survives_losses() {
     let files = side.files(Some("localhost"));
     let memory = files.read().unwrap();
     // The destination takes the certificates from memory, as from a store of secrets.
-    let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
-    vm.wait_progress(3000);
+    // A pass over the slow link takes 8 s.
+    let vm = WorkloadVm::booted(Engine::Soft, 2, 4 * MIB);
+    vm.wait_progress(500);
     let config = SourceConfig {
         tls: Some(files.into()),
         settings: Switch::AfterPasses(1).into(),
