@@ -31,7 +31,7 @@ const KILLS: u64 = 40;
 /// The flags of a move whose ends are killed: the other end notices soon. A busy host could be
 /// silent for so long by itself.
 const SOON: Flags = &["--dead-after", "300ms"];
-/// A guest's clock may have stopped for less in all moves. The blackouts of ten moves in the lab are
+/// A guest's clock may have stopped for less than this. The blackouts of ten moves in the lab are
 /// longer.
 const CLOCKS_STOP: Duration = Duration::from_millis(250);
 /// Flags of `receive`.
