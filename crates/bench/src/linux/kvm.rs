@@ -234,8 +234,7 @@ impl Bench<'_> {
         Ok([took.downtime_ms, stalls.median(), stalls.quantile(0.99)])
     }
 
-    /// The blocks of the disk that Linux reads in a second.
-    /// The blocks that a guest reads in a second, and the microseconds of an exit.
+    /// The blocks of the disk that Linux reads in a second, and the microseconds of an exit.
     fn guest_reads(&self, scratch: &Scratch, disk: &Path) -> Result<(f64, f64), BenchError> {
         let console = scratch.path("console");
         let seconds = READS.as_secs();
