@@ -99,6 +99,37 @@ pub fn seeds(variable: &str, default: u64) -> Range<u64> {
         .unwrap_or_else(|| panic!("{variable} is '{text}': expected a number or a range, 300..600"))
 }
 
+/// `count` of `all` seeds, which rotate by [`rotation`], or what the environment variable
+/// `variable` says: a number of seeds, or a range such as `300..600`. The slow tests set it.
+///
+/// # Panics
+/// If the variable is neither, or if `count` is 0 or more than `all`.
+#[must_use]
+pub fn rotating_seeds(variable: &str, count: u64, all: u64) -> Range<u64> {
+    assert!((1..=all).contains(&count), "{count} of {all} seeds");
+    let start = rotation() % (all / count) * count;
+    let given = std::env::var_os(variable).is_some();
+    if given {
+        seeds(variable, count)
+    } else {
+        start..start + count
+    }
+}
+
+/// A number that differs from commit to commit: `PAGEFERRY_ROTATION`, which `cargo xtask test` sets
+/// and prints, or 0.
+///
+/// # Panics
+/// If the variable is not a whole number.
+#[must_use]
+pub fn rotation() -> u64 {
+    std::env::var("PAGEFERRY_ROTATION").map_or(0, |text| {
+        text.parse().unwrap_or_else(|_| {
+            panic!("PAGEFERRY_ROTATION is '{text}': expected a whole number")
+        })
+    })
+}
+
 fn parse_seeds(text: &str) -> Option<Range<u64>> {
     let (start, end) = text.split_once("..").unwrap_or(("0", text));
     Some(start.parse().ok()?..end.parse().ok()?)
