@@ -15,7 +15,7 @@ mod shell;
 
 use crate::lab::initrd::Archive;
 use crate::lab::kernel::{Build, Compiler, Target};
-use crate::lab::{Error, packages, target_dir};
+use crate::lab::{Cache, Error, packages, target_dir};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
@@ -67,7 +67,7 @@ const STOCK_MODULES: [&str; 6] = [
 /// The folder has a kernel (Image), a shell with the usual commands (shell.gz), and a first process
 /// (initrd.gz) for tests, for `pageferry demo --guest linux` and for `pageferry bench linux`. All
 /// are Debian's source: Linux 6.12, and busybox with musl. The first build fetches it and takes
-/// minutes and 2 GiB in the target directory. For x86-64 the folder has a small kernel (bzImage and
+/// minutes and 2 GiB in the cache. For x86-64 the folder has a small kernel (bzImage and
 /// vmlinux) with the same first process (initrd.gz). It also has Debian's own kernel for clouds
 /// (vmlinuz-cloud), and that process with the modules of this kernel (stock.gz).
 #[derive(clap::Args)]
@@ -88,8 +88,8 @@ enum Arch {
     X86_64,
 }
 
-pub(crate) fn run(args: &Args) -> ExitCode {
-    match build(args.arch) {
+pub(crate) fn run(args: &Args, no_cache: bool) -> ExitCode {
+    match Cache::new(no_cache).and_then(|cache| build(args.arch, &cache)) {
         Ok(folder) => {
             println!("{}", folder.display());
             ExitCode::SUCCESS
@@ -101,7 +101,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     }
 }
 
-fn build(arch: Arch) -> Result<PathBuf, Error> {
+fn build(arch: Arch, cache: &Cache) -> Result<PathBuf, Error> {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../lab/guest-linux");
     let folder = target_dir().join("guest-linux");
     let (folder, target) = match arch {
@@ -111,7 +111,7 @@ fn build(arch: Arch) -> Result<PathBuf, Error> {
     std::fs::create_dir_all(&folder).map_err(Error::io(format!("make {}", folder.display())))?;
     let folder = folder.canonicalize();
     let folder = folder.map_err(Error::io("find the target directory"))?;
-    let build = Build::new(&sources, target)?;
+    let build = Build::new(&sources, target, cache)?;
     let kernel = build.kernel()?;
     let program = folder.join("init");
     let source = sources.join("init.c");
@@ -137,8 +137,8 @@ fn build(arch: Arch) -> Result<PathBuf, Error> {
     }
     write(&folder.join("initrd.gz"), &compressed(&archive.finish())?)?;
     match arch {
-        Arch::Riscv64 => shell::archive(&build, &sources, &folder.join("shell.gz"))?,
-        Arch::X86_64 => stock(&process, &folder)?,
+        Arch::Riscv64 => shell::archive(&build, &sources, cache, &folder.join("shell.gz"))?,
+        Arch::X86_64 => stock(&process, &folder, cache)?,
     }
     Ok(folder)
 }
@@ -152,8 +152,8 @@ fn archive_with(process: &[u8]) -> Archive {
 }
 
 /// Writes Debian's kernel for clouds, and an archive for it.
-fn stock(process: &[u8], folder: &Path) -> Result<(), Error> {
-    let stock = packages::stock(&target_dir().join("lab"), &STOCK_MODULES)?;
+fn stock(process: &[u8], folder: &Path, cache: &Cache) -> Result<(), Error> {
+    let stock = packages::stock(cache.folder(), &STOCK_MODULES)?;
     let mut archive = archive_with(process);
     let mut list = String::new();
     for (name, bytes) in &stock.modules {

@@ -13,7 +13,7 @@
 use super::{COMPILER, FLAGS, check_instructions, compressed, read, write};
 use crate::lab::initrd::Archive;
 use crate::lab::kernel::{Build, check_options, jobs};
-use crate::lab::{Error, packages, target_dir};
+use crate::lab::{Cache, Error, packages};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -42,8 +42,13 @@ const DEVICES: [(&str, [u32; 2]); 8] = [
 ];
 
 /// Writes the archive to `file`. `configs` is the folder with the files of the guest.
-pub(super) fn archive(build: &Build, configs: &Path, file: &Path) -> Result<(), Error> {
-    let shell = Shell::new(build, configs)?;
+pub(super) fn archive(
+    build: &Build,
+    configs: &Path,
+    cache: &Cache,
+    file: &Path,
+) -> Result<(), Error> {
+    let shell = Shell::new(build, configs, cache)?;
     let busybox = shell.busybox()?;
     let mut archive = Archive::default();
     for (path, numbers) in DEVICES {
@@ -70,26 +75,27 @@ struct Shell<'a> {
     sources: PathBuf,
     /// The library of the compiler's own functions, without compressed instructions.
     libgcc: PathBuf,
-    config: PathBuf,
+    config: Vec<u8>,
+    /// All that determines the program, beside the sources.
+    inputs: Vec<u8>,
 }
 
 impl<'a> Shell<'a> {
-    fn new(build: &'a Build, configs: &Path) -> Result<Self, Error> {
-        let cache = target_dir().join("lab");
+    fn new(build: &'a Build, configs: &Path, cache: &Cache) -> Result<Self, Error> {
         let what = "a library for RV64IM";
-        let tools = packages::unpacked(&cache, "userland-tools", what, &TOOLS)?;
+        let tools = packages::unpacked(cache.folder(), "userland-tools", what, &TOOLS)?;
         let what = "the sources of a C library and a shell";
-        let sources = packages::sources_of(&cache, "userland", what, &SOURCES, &tools)?;
-        let folder = cache.join("shell");
-        std::fs::create_dir_all(&folder)
-            .map_err(Error::io(format!("make {}", folder.display())))?;
-        let absolute = |path: &Path| path.canonicalize().map_err(Error::io("find the cache"));
+        let sources = packages::sources_of(cache.folder(), "userland", what, &SOURCES, &tools)?;
+        let config = read(&configs.join("busybox.config"))?;
+        let inputs = [include_bytes!("shell.rs"), config.as_slice()].concat();
+        let folder = cache.build("shell", &inputs)?;
         Ok(Self {
             build,
-            folder: absolute(&folder)?,
-            sources: absolute(&sources)?,
-            libgcc: absolute(&libgcc(&tools)?)?,
-            config: absolute(&configs.join("busybox.config"))?,
+            folder,
+            sources,
+            libgcc: libgcc(&tools)?,
+            config,
+            inputs,
         })
     }
 
@@ -97,9 +103,7 @@ impl<'a> Shell<'a> {
     fn busybox(&self) -> Result<PathBuf, Error> {
         let program = self.folder.join("busybox/busybox");
         let stamp = self.folder.join("built");
-        let config = read(&self.config)?;
-        let inputs = [include_bytes!("shell.rs"), config.as_slice()].concat();
-        if program.is_file() && read(&stamp).is_ok_and(|built| built == inputs) {
+        if program.is_file() && read(&stamp).is_ok_and(|built| built == self.inputs) {
             return Ok(program);
         }
         let _ = std::fs::remove_file(&stamp);
@@ -128,13 +132,13 @@ impl<'a> Shell<'a> {
             self.run(&mut make)
         };
         make("allnoconfig")?;
-        self.configure(&config)?;
+        self.configure()?;
         // It asks about options that the others bring. An empty line takes what busybox proposes.
         make("oldconfig")?;
-        self.check_configuration(&config)?;
+        self.check_configuration()?;
         make("busybox")?;
         check_instructions(&program)?;
-        write(&stamp, &inputs)?;
+        write(&stamp, &self.inputs)?;
         Ok(program)
     }
 
@@ -188,10 +192,10 @@ impl<'a> Shell<'a> {
     }
 
     /// Puts the options into busybox's configuration.
-    fn configure(&self, config: &[u8]) -> Result<(), Error> {
+    fn configure(&self) -> Result<(), Error> {
         let file = self.folder.join("busybox/.config");
         let mut made = String::from_utf8_lossy(&read(&file)?).into_owned();
-        for option in String::from_utf8_lossy(config).lines() {
+        for option in String::from_utf8_lossy(&self.config).lines() {
             if let Some(name) = option.strip_suffix("=y") {
                 made = made.replace(&format!("# {name} is not set\n"), &format!("{option}\n"));
             }
@@ -200,10 +204,10 @@ impl<'a> Shell<'a> {
     }
 
     /// Every option must be in busybox's configuration.
-    fn check_configuration(&self, config: &[u8]) -> Result<(), Error> {
+    fn check_configuration(&self) -> Result<(), Error> {
         let made = read(&self.folder.join("busybox/.config"))?;
         let made = String::from_utf8_lossy(&made);
-        let config = String::from_utf8_lossy(config);
+        let config = String::from_utf8_lossy(&self.config);
         let options = config.lines().filter(|line| line.starts_with("CONFIG_"));
         check_options("shell", &made, options, "busybox.config")
     }

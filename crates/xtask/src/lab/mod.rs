@@ -11,12 +11,15 @@
 //! The emulated clock counts instructions by default. A busy host then makes no time limit fire
 //! inside, and a figure repeats from run to run; it is an instruction count and no time.
 
+mod cache;
 mod extra;
 pub(crate) mod initrd;
 pub(crate) mod kernel;
 mod machine;
 pub(crate) mod packages;
 mod program;
+
+pub(crate) use cache::Cache;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -93,11 +96,11 @@ impl Error {
 }
 
 /// Runs the command. Returns its exit code, or what the help says.
-pub(crate) fn run(args: &Args) -> ExitCode {
-    let outcome = match &args.task {
-        Some(Task::Kernel(args)) => kernel::run(args).map(|()| 0),
-        None => in_lab(args),
-    };
+pub(crate) fn run(args: &Args, no_cache: bool) -> ExitCode {
+    let outcome = Cache::new(no_cache).and_then(|cache| match &args.task {
+        Some(Task::Kernel(args)) => kernel::run(args, &cache).map(|()| 0),
+        None => in_lab(args, &cache),
+    });
     match outcome {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
@@ -107,14 +110,13 @@ pub(crate) fn run(args: &Args) -> ExitCode {
     }
 }
 
-fn in_lab(args: &Args) -> Result<u8, Error> {
+fn in_lab(args: &Args, cache: &Cache) -> Result<u8, Error> {
     // A mistake in the arguments is found before anything is fetched.
     let files = extra::files(&args.file)?;
     let programs = program::find(&args.command)?;
-    let cache = target_dir().join("lab");
-    let mut parts = packages::components(&cache)?;
+    let mut parts = packages::components(cache.folder())?;
     match &args.kernel {
-        Some(name) if name == "userfault" => parts.set_kernel(&kernel::userfault()?)?,
+        Some(name) if name == "userfault" => parts.set_kernel(&kernel::userfault(cache)?)?,
         Some(file) => parts.set_kernel(file)?,
         None => {}
     }
@@ -125,7 +127,7 @@ fn in_lab(args: &Args) -> Result<u8, Error> {
         kvm_amd_options: if args.shadow { "npt=0" } else { "" },
     };
     // A file of this process's own: several labs may run at once.
-    let file = cache.join(format!("initrd-{}", std::process::id()));
+    let file = std::env::temp_dir().join(format!("pageferry-initrd-{}", std::process::id()));
     let written = initrd.write(&file);
     let outcome = written.and_then(|()| {
         machine::Machine {

@@ -187,7 +187,7 @@ pub(crate) fn module_bytes(busybox: &Path, file: &Path) -> Result<Vec<u8>, Error
         return Ok(output.stdout);
     }
     Err(Error::Failed(format!(
-        "{} is damaged: remove the folder lab in the target directory",
+        "{} is damaged: remove the folder of its package in the cache",
         file.display()
     )))
 }

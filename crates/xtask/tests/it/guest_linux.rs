@@ -43,7 +43,7 @@ fn module_file(module: &str, end: &str) -> String {
 
 fn guest_linux(kernel: &Kernel) -> Output {
     Command::new(env!("CARGO_BIN_EXE_xtask"))
-        .args(["guest-linux", "--arch", "x86_64"])
+        .args(["--no-cache", "guest-linux", "--arch", "x86_64"])
         .env("CARGO_TARGET_DIR", kernel.0.join("target"))
         .env("PATH", kernel.path())
         .output()

@@ -147,6 +147,43 @@ fn a_kernel_is_built_again_only_for_what_changed() {
 }
 
 #[test]
+fn checkouts_share_the_builds_of_one_cache() {
+    let Some(kernel) = Kernel::new("shared") else {
+        return;
+    };
+    let (home, path) = (kernel.0.join("home"), kernel.path());
+    std::fs::create_dir_all(home.join("pageferry")).unwrap();
+    let source = |folder: &Path| folder.join("source");
+    std::fs::rename(
+        source(&kernel.0.join("target/lab")),
+        source(&home.join("pageferry")),
+    )
+    .unwrap();
+    let build = |checkout: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_xtask"))
+            .args(["lab", "kernel", "--series"])
+            .arg(kernel.0.join("series"))
+            .env("CARGO_TARGET_DIR", kernel.0.join(checkout))
+            .env("XDG_CACHE_HOME", &home)
+            .env("PATH", &path)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let image = PathBuf::from(String::from_utf8(output.stdout).unwrap().trim_end());
+        let builds = String::from_utf8_lossy(&output.stderr).contains("building the kernel");
+        (std::fs::read_to_string(&image).unwrap(), builds)
+    };
+    let (first, second) = ("one\nzwei\nthree\nfour\n", "one\ndeux\nthree\nfour\n");
+    assert_eq!(build("a"), (first.to_owned(), true));
+    assert_eq!(build("b"), (first.to_owned(), false));
+    // Another series has its own build, and the first one stays.
+    kernel.file("series/0001-two.patch", &PATCH.replace("zwei", "deux"));
+    assert_eq!(build("b"), (second.to_owned(), true));
+    kernel.file("series/0001-two.patch", PATCH);
+    assert_eq!(build("a"), (first.to_owned(), false));
+}
+
+#[test]
 fn another_source_replaces_the_tree() {
     let Some(kernel) = Kernel::new("source") else {
         return;

@@ -58,7 +58,7 @@ fn folder(name: &str) -> PathBuf {
 
 fn lab(arguments: &[&str]) -> Command {
     let mut lab = Command::new(env!("CARGO_BIN_EXE_xtask"));
-    lab.arg("lab").args(arguments);
+    lab.args(["--no-cache", "lab"]).args(arguments);
     lab
 }
 
@@ -166,7 +166,9 @@ echo '@@ lab cannot run: all found'";
 
 /// The packages of the lab; `None` after a skip.
 fn packages() -> Option<PathBuf> {
-    let packages = Path::new(env!("CARGO_TARGET_TMPDIR")).join("../lab/root");
+    let caches = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let caches = caches.or_else(|| Some(Path::new(&std::env::var_os("HOME")?).join(".cache")));
+    let packages = caches.unwrap_or_default().join("pageferry/root");
     let why = "nothing is fetched: run 'cargo xtask lab -- /bin/true' once";
     (packages.is_dir() || !skip("lab", why)).then_some(packages)
 }

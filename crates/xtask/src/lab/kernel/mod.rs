@@ -15,7 +15,7 @@
 
 mod tree;
 
-use super::{Error, packages, target_dir};
+use super::{Cache, Error, packages};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -30,6 +30,8 @@ const PACKAGES: [&str; 7] = [
     "libelf1",
     "m4",
 ];
+/// The archive of the source in its package.
+const SOURCE: &str = "usr/src/linux-source-6.12.tar.xz";
 /// The tools that the machine must have, and their packages.
 const TOOLS: [(&str, &str); 5] = [
     ("gcc", "gcc"),
@@ -82,7 +84,7 @@ const SELFTESTS: [&str; 4] = [
 /// Build a kernel that has KVM Userfault, and print its path
 ///
 /// The source is Debian's package linux-source-6.12. The first build fetches it and takes minutes
-/// and 3 GiB in the target directory. `cargo xtask lab --kernel userfault` builds the same kernel
+/// and 3 GiB in the cache. `cargo xtask lab --kernel userfault` builds the same kernel
 /// and boots it.
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -100,8 +102,8 @@ fn series() -> PathBuf {
 }
 
 /// Builds what `args` names, and prints the paths.
-pub(crate) fn run(args: &Args) -> Result<(), Error> {
-    let build = Build::new(&args.series, &LAB)?;
+pub(crate) fn run(args: &Args, cache: &Cache) -> Result<(), Error> {
+    let build = Build::new(&args.series, &LAB, cache)?;
     println!("{}", build.kernel()?.display());
     if args.selftests {
         for test in build.selftests()? {
@@ -112,13 +114,15 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
 }
 
 /// The kernel of this repository's series.
-pub(crate) fn userfault() -> Result<PathBuf, Error> {
-    Build::new(&series(), &LAB)?.kernel()
+pub(crate) fn userfault(cache: &Cache) -> Result<PathBuf, Error> {
+    Build::new(&series(), &LAB, cache)?.kernel()
 }
 
 /// A build folder, which is this process's until the value is dropped.
 pub(crate) struct Build {
     series: tree::Series,
+    /// All that determines the kernel.
+    inputs: Vec<u8>,
     target: &'static Target,
     /// The unpacked packages.
     tools: PathBuf,
@@ -129,7 +133,11 @@ pub(crate) struct Build {
 }
 
 impl Build {
-    pub(crate) fn new(series: &Path, target: &'static Target) -> Result<Self, Error> {
+    pub(crate) fn new(
+        series: &Path,
+        target: &'static Target,
+        cache: &Cache,
+    ) -> Result<Self, Error> {
         // A mistake in the series is found before anything is fetched.
         let series = tree::Series::read(series, target.config)?;
         for (tool, package) in TOOLS {
@@ -139,32 +147,24 @@ impl Build {
                 )));
             }
         }
-        let cache = target_dir().join("lab");
-        let folder = cache.join(target.folder);
-        let create = |folder: &Path| std::fs::create_dir_all(folder);
-        create(&folder).map_err(Error::io(format!("make {}", folder.display())))?;
-        // make needs paths that do not depend on where it runs.
-        let absolute = |path: &Path| path.canonicalize().map_err(Error::io("find the cache"));
-        let folder = absolute(&folder)?;
+        let what = "the source of a kernel";
+        let tools = packages::unpacked(cache.folder(), "source", what, &PACKAGES)?;
+        let source = tools.join(SOURCE);
+        let inputs = series.with(&tree::identity(&source)?);
+        let folder = cache.build(target.folder, &inputs)?;
         let lock = File::create(folder.join("lock")).map_err(Error::io("make a lock"))?;
         lock.lock()
             .map_err(Error::io("wait for another build of the kernel"))?;
-        let what = "the source of a kernel";
-        let tools = packages::unpacked(&cache, "source", what, &PACKAGES)?;
         let compiler = target.compiler.map(|compiler| {
             let name = format!("compiler-{}", target.arch);
             let what = format!("a compiler for {}", target.arch);
-            absolute(&packages::unpacked(
-                &cache,
-                &name,
-                &what,
-                compiler.packages,
-            )?)
+            packages::unpacked(cache.folder(), &name, &what, compiler.packages)
         });
         Ok(Self {
             series,
+            inputs,
             target,
-            tools: absolute(&tools)?,
+            tools,
             compiler: compiler.transpose()?,
             folder,
             _lock: lock,
@@ -175,18 +175,16 @@ impl Build {
     pub(crate) fn kernel(&self) -> Result<PathBuf, Error> {
         let kernel = self.built(self.target.image);
         let stamp = self.folder.join("built");
-        let source = self.tools.join("usr/src/linux-source-6.12.tar.xz");
-        let inputs = self.series.with(&tree::identity(&source)?);
-        if kernel.is_file() && std::fs::read(&stamp).is_ok_and(|built| built == inputs) {
+        if kernel.is_file() && std::fs::read(&stamp).is_ok_and(|built| built == self.inputs) {
             return Ok(kernel);
         }
         let _ = std::fs::remove_file(&stamp);
-        tree::prepare(&self.folder, &source, &self.series)?;
+        tree::prepare(&self.folder, &self.tools.join(SOURCE), &self.series)?;
         eprintln!("lab: building the kernel");
         self.make(&["allnoconfig"])?;
         self.check_configuration()?;
         self.make(self.target.goals)?;
-        std::fs::write(&stamp, inputs).map_err(Error::io("store what was built"))?;
+        std::fs::write(&stamp, &self.inputs).map_err(Error::io("store what was built"))?;
         Ok(kernel)
     }
 

@@ -1,0 +1,143 @@
+//! The test programs of the workspace.
+//!
+//! **Guarantee.** All are built by one command with one set of features, whichever of them then
+//! run: no crate is compiled twice for two of them.
+
+use serde_json::Value;
+use std::fmt::{self, Display};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The crates whose tests run optimised too.
+const STRESSED: [&str; 6] = [
+    "pageferry-hypervisor",
+    "pageferry-machine",
+    "pageferry-memslot",
+    "pageferry-migration",
+    "pageferry-tdp",
+    "pageferry-userfault",
+];
+
+/// The kinds of tests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Kind {
+    /// Unit tests, of a library or a program
+    Lib,
+    /// Integration tests
+    It,
+    /// Examples in the documentation
+    Doc,
+}
+
+impl Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Lib => "lib",
+            Self::It => "it",
+            Self::Doc => "doc",
+        })
+    }
+}
+
+/// A test program.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Program {
+    pub(super) package: String,
+    pub(super) kind: Kind,
+    pub(super) path: PathBuf,
+    /// The folder of its package, in which it runs.
+    pub(super) folder: PathBuf,
+}
+
+/// The folder of the workspace.
+pub(super) fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Cargo, in the workspace.
+pub(super) fn cargo() -> Command {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.current_dir(root());
+    cargo
+}
+
+/// Builds all test programs of the workspace, or those of [`STRESSED`] by the profile `stress`.
+pub(super) fn build(profile: &str) -> Result<Vec<Program>, String> {
+    let mut cargo = cargo();
+    cargo.args(["test", "--no-run", "--profile", profile]);
+    if profile == "stress" {
+        cargo.args(STRESSED.iter().flat_map(|name| ["-p", name]));
+    } else {
+        cargo.arg("--workspace");
+    }
+    let output = cargo
+        .arg("--message-format=json-render-diagnostics")
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(|why| format!("cannot run {}: {why}", env!("CARGO")))?;
+    if !output.status.success() {
+        return Err(format!("the tests do not build ({})", output.status));
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    Ok(text.lines().filter_map(program).collect())
+}
+
+/// The test program in a message of cargo.
+fn program(line: &str) -> Option<Program> {
+    let message: Value = serde_json::from_str(line).ok()?;
+    if !message["profile"]["test"].as_bool()? {
+        return None;
+    }
+    let kind = match message["target"]["kind"][0].as_str()? {
+        "test" => Kind::It,
+        _ => Kind::Lib,
+    };
+    let folder = Path::new(message["manifest_path"].as_str()?).parent()?;
+    // The end of it is `/NAME#VERSION`, or `#NAME@VERSION` where folder and name differ.
+    let (before, after) = message["package_id"].as_str()?.rsplit_once('#')?;
+    let package = match after.split_once('@') {
+        Some((name, _)) => name,
+        None => before.rsplit('/').next()?,
+    };
+    Some(Program {
+        package: package.to_owned(),
+        kind,
+        path: message["executable"].as_str()?.into(),
+        folder: folder.to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(id: &str, kind: &str, test: bool) -> String {
+        format!(
+            r#"{{"reason":"compiler-artifact","package_id":"path+file:///w/crates/{id}",
+             "manifest_path":"/w/crates/x/Cargo.toml","target":{{"kind":["{kind}"],"name":"n"}},
+             "profile":{{"test":{test}}},"executable":"/t/n-1"}}"#
+        )
+        .replace('\n', "")
+    }
+
+    #[test]
+    fn test_programs_are_read_from_cargo() {
+        let program = |package: &str, kind| {
+            Some(Program {
+                package: package.to_owned(),
+                kind,
+                path: "/t/n-1".into(),
+                folder: "/w/crates/x".into(),
+            })
+        };
+        let read = |id, kind| super::program(&message(id, kind, true));
+        assert_eq!(
+            read("x#pageferry-x@0.1.0", "test"),
+            program("pageferry-x", Kind::It)
+        );
+        assert_eq!(read("xtask#0.1.0", "bin"), program("xtask", Kind::Lib));
+        assert_eq!(super::program(&message("xtask#0.1.0", "bin", false)), None);
+        assert_eq!(super::program("not JSON"), None);
+    }
+}
