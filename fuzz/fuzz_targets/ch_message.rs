@@ -1,13 +1,11 @@
 //! Cloud Hypervisor's messages, its Config, and the answers of its API.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_bridge::ch::parse_answer;
 use pageferry_bridge::ch::wire::{
     Command, MAX_FAULT_BYTES, MAX_STATE_BYTES, Range, Request, Status, mappings,
 };
 
-fuzz_target!(|bytes: &[u8]| {
+pub(crate) fn run(bytes: &[u8]) {
     let Some((kind, rest)) = bytes.split_first() else {
         return;
     };
@@ -42,4 +40,4 @@ fuzz_target!(|bytes: &[u8]| {
             }
         }
     }
-});
+}

@@ -1,7 +1,5 @@
 //! The files of a snapshot of Cloud Hypervisor: its configuration, its state, and the tables in it.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_bridge::ch::Snapshot;
 
 const CONFIG: &[u8] = br#"{"memory":{"shared":true}}"#;
@@ -17,7 +15,7 @@ fn state(manager: &str) -> Vec<u8> {
     root.to_string().into_bytes()
 }
 
-fuzz_target!(|bytes: &[u8]| {
+pub(crate) fn run(bytes: &[u8]) {
     let Some((kind, rest)) = bytes.split_first() else {
         return;
     };
@@ -57,4 +55,4 @@ fuzz_target!(|bytes: &[u8]| {
         assert!(snapshot.memory_bytes() > 0);
         let _ = snapshot.vcpus();
     }
-});
+}

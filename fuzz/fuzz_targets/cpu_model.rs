@@ -1,11 +1,9 @@
 //! Texts of CPU models, and the CPUID of an offer: no panic. A CPUID that is read is written back
 //! as it was.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_machine::{CpuModel, Cpuid};
 
-fuzz_target!(|data: &[u8]| {
+pub(crate) fn run(data: &[u8]) {
     if let Ok(text) = std::str::from_utf8(data) {
         let _ = CpuModel::from_text(text);
         let least = "1 0 0 0 0 07808171\n80000001 0 0 0 0 20000800\n";
@@ -14,4 +12,4 @@ fuzz_target!(|data: &[u8]| {
     if let Ok(cpuid) = Cpuid::from_bytes(data) {
         assert_eq!(cpuid.to_bytes(), data);
     }
-});
+}

@@ -1,7 +1,5 @@
 //! The state of a virtio device: no panic, and what is accepted is saved as it came.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_devices::{Entropy, MmioTransport};
 use pageferry_machine::{Device, GuestRam, Interrupt, RamLayout};
 use std::sync::{Arc, OnceLock};
@@ -14,7 +12,7 @@ impl Interrupt for Line {
 
 static DEVICE: OnceLock<Arc<MmioTransport>> = OnceLock::new();
 
-fuzz_target!(|bytes: &[u8]| {
+pub(crate) fn run(bytes: &[u8]) {
     let device = DEVICE.get_or_init(|| {
         let ram = GuestRam::new(RamLayout::for_memory(1 << 16).unwrap()).unwrap();
         let entropy = Box::new(Entropy);
@@ -26,4 +24,4 @@ fuzz_target!(|bytes: &[u8]| {
         apply();
         assert_eq!(device.save().unwrap(), bytes);
     }
-});
+}

@@ -2,9 +2,7 @@
 //!
 //! The first byte is the number of accesses of 6 bytes, which follow: offset, width, value. The
 //! rest is guest memory. The device has two queues and the longest code behind them: a network.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_addr::Gpa;
 use pageferry_devices::{MmioTransport, Net};
 use pageferry_machine::{Device, GuestRam, Interrupt, RamLayout};
@@ -18,7 +16,7 @@ impl Interrupt for Line {
     fn raise(&self) {}
 }
 
-fuzz_target!(|bytes: &[u8]| {
+pub(crate) fn run(bytes: &[u8]) {
     let Some((count, rest)) = bytes.split_first() else {
         return;
     };
@@ -45,4 +43,4 @@ fuzz_target!(|bytes: &[u8]| {
         }
     }
     device.pause().unwrap();
-});
+}

@@ -3,9 +3,7 @@
 //!
 //! The first byte of the input is the number in SwitchOver. Then come frames: the length of the
 //! payload (2 bytes), the version (1), the length of the name (1), and the payload.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_machine::{Apply, Device, MachineError};
 use pageferry_migration::devices::DeviceStates;
 use pageferry_migration::wire::{DeviceEntry, Frame, FrameHeader, FrameType, HEADER_BYTES};
@@ -47,7 +45,7 @@ impl Device for Number {
 
 const UNTOUCHED: u64 = u64::MAX;
 
-fuzz_target!(|data: &[u8]| {
+pub(crate) fn run(data: &[u8]) {
     let Some((&announced, mut rest)) = data.split_first() else {
         return;
     };
@@ -75,7 +73,7 @@ fuzz_target!(|data: &[u8]| {
         assert_eq!((announced, applies.len()), (2, 2));
         applies.into_iter().for_each(|apply| apply());
     }
-});
+}
 
 /// Decodes a frame with a right checksum, and checks that it is encoded to the same bytes.
 fn sealed(

@@ -1,10 +1,8 @@
 //! A message of the kernel to a FUSE file system. A header that fits is also put before the input.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_pager::parse_fuse;
 
-fuzz_target!(|bytes: &[u8]| {
+pub(crate) fn run(bytes: &[u8]) {
     parse_fuse(bytes);
     let Some((opcode, body)) = bytes.split_first() else {
         return;
@@ -14,4 +12,4 @@ fuzz_target!(|bytes: &[u8]| {
     message[4] = *opcode;
     message.extend_from_slice(body);
     parse_fuse(&message);
-});
+}

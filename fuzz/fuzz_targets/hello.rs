@@ -1,15 +1,13 @@
 //! The messages that open a channel: no panic on any bytes, and what is accepted encodes to the
 //! same bytes.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_migration::wire::{
     CREDENTIALS_BYTES, ChannelKey, Credentials, HELLO_BYTES, Hello, HelloReply, PATH_CHECK_BYTES,
     SessionId, WELCOME_BYTES, Welcome, check_magic, path_check, verify_path_check,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
-fuzz_target!(|data: &[u8]| {
+pub(crate) fn run(data: &[u8]) {
     let _ = check_magic(data);
     if let Some(bytes) = data.first_chunk::<HELLO_BYTES>() {
         with_and_without_checksum(bytes, try_hellos);
@@ -33,7 +31,7 @@ fuzz_target!(|data: &[u8]| {
             Err(error) => drop(error.to_string()),
         });
     }
-});
+}
 
 /// Tries the bytes as they are, and with a checksum that fits, so that every field's check is
 /// reached.

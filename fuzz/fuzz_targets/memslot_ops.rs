@@ -3,7 +3,6 @@
 //!
 //! Six bytes are one step: what to do and how it ends, an id, a frame, a size, a host page, and
 //! flags.
-#![no_main]
 
 #[path = "../../crates/memslot/tests/it/model/driver.rs"]
 mod driver;
@@ -11,7 +10,6 @@ mod driver;
 mod plain;
 
 use driver::{End, Pair};
-use libfuzzer_sys::fuzz_target;
 use pageferry_addr::{Gfn, Gpa, Hva};
 use pageferry_memslot::{Limits, Request, SlotFlags, SlotView};
 use plain::{
@@ -31,7 +29,7 @@ const LIMITS: Limits = Limits {
     max_retired: usize::MAX,
 };
 
-fuzz_target!(|data: &[u8]| {
+pub(crate) fn run(data: &[u8]) {
     let (steps, _) = data.as_chunks::<STEP_BYTES>();
     let mut steps = steps.iter().enumerate();
     let mut pair = Pair::new(LIMITS);
@@ -65,7 +63,7 @@ fuzz_target!(|data: &[u8]| {
     }
     compare_all(pair.writer.view(), &pair.model, 64, 8);
     assert_eq!(pair.writer.reclaim(), 0);
-});
+}
 
 /// Does one step.
 fn take(pair: &mut Pair, step: &[u8; STEP_BYTES]) {

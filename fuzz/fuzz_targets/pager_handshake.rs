@@ -1,13 +1,11 @@
 //! The text of a VMM's handshake with a pager: no panic, and what is taken lies within the memory
 //! file and apart.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_pager::parse_regions;
 
 const FILE: u64 = 1 << 30;
 
-fuzz_target!(|bytes: &[u8]| {
+pub(crate) fn run(bytes: &[u8]) {
     let Ok((regions, page_bytes)) = parse_regions(bytes, FILE) else {
         return;
     };
@@ -20,4 +18,4 @@ fuzz_target!(|bytes: &[u8]| {
     }
     // Regions that overlapped could be more than the file.
     assert!(bytes <= FILE);
-});
+}

@@ -1,11 +1,9 @@
 //! The body of a request for a restore, and its name: what is taken is the same when it is written
 //! and read again.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_pager::{Name, Restore};
 
-fuzz_target!(|bytes: &[u8]| {
+pub(crate) fn run(bytes: &[u8]) {
     if let Ok(text) = std::str::from_utf8(bytes)
         && let Ok(name) = text.parse::<Name>()
     {
@@ -15,4 +13,4 @@ fuzz_target!(|bytes: &[u8]| {
         let text = serde_json::to_vec(&restore).unwrap();
         assert_eq!(serde_json::from_slice::<Restore>(&text).unwrap(), restore);
     }
-});
+}

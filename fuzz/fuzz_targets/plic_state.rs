@@ -1,8 +1,6 @@
 //! The state of a soft machine's interrupt controller: no panic, and what is accepted is saved as
 //! it came.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_machine::soft::{self, SoftOptions};
 use pageferry_machine::{Device, MachineSpec};
 use std::sync::{Arc, LazyLock};
@@ -17,10 +15,10 @@ static DEVICE: LazyLock<Arc<dyn Device>> = LazyLock::new(|| {
     devices.find(|device| device.name() == "plic").unwrap()
 });
 
-fuzz_target!(|bytes: &[u8]| {
+pub(crate) fn run(bytes: &[u8]) {
     if let Ok(apply) = DEVICE.decode(1, bytes) {
         apply();
         DEVICE.resume();
         assert_eq!(DEVICE.save().unwrap(), bytes);
     }
-});
+}

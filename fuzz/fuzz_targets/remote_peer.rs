@@ -1,8 +1,6 @@
 //! Both sides of the protocol for snapshots of other hosts, with a peer of any bytes: no panic, no
 //! large allocation, and nothing that the peer did not send becomes contents.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_remote::peer::Shares;
 use pageferry_remote::peer::answer::{Awaits, Limited, answer, greet};
 use pageferry_remote::peer::talk::Talk;
@@ -126,10 +124,10 @@ fn server(bytes: &[u8]) {
     assert!(heard.is_empty());
 }
 
-fuzz_target!(|bytes: &[u8]| {
+pub(crate) fn run(bytes: &[u8]) {
     match bytes.split_first() {
         Some((side, rest)) if side % 2 == 0 => client(rest),
         Some((_, rest)) => server(rest),
         None => {}
     }
-});
+}

@@ -1,11 +1,9 @@
 //! The states of a VM on disk, and the record of a session that outlives its process. Frames of the
 //! wire format have checksums, which a file is given too.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_migration::{Orphan, SavedVm};
 
-fuzz_target!(|bytes: &[u8]| {
+pub(crate) fn run(bytes: &[u8]) {
     let mut file = b"PFSAVED\x01".to_vec();
     file.extend_from_slice(bytes);
     for bytes in [bytes, &file] {
@@ -17,4 +15,4 @@ fuzz_target!(|bytes: &[u8]| {
     let mut record = b"PFRECVD\x01".to_vec();
     record.extend_from_slice(bytes);
     let _ = Orphan::of(&record);
-});
+}

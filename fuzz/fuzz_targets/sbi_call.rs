@@ -1,8 +1,6 @@
 //! SBI calls with any registers: no panic, the platform is asked only for what exists, and a call
 //! that is refused has no effect.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_sbi::{Call, Fence, HartMask, HartStatus, Memory, Next, Platform, StartError, serve};
 
 const HARTS: u32 = 70;
@@ -86,7 +84,7 @@ const EXTENSIONS: [u64; 7] = [
     0x4442_434e,
 ];
 
-fuzz_target!(|data: &[u8]| {
+pub(crate) fn run(data: &[u8]) {
     // Small registers are likelier to mean something.
     let mut registers = [0; 8];
     for (register, bytes) in registers.iter_mut().zip(data.chunks(9)) {
@@ -104,4 +102,4 @@ fuzz_target!(|data: &[u8]| {
         Ok(Next::Return { value, .. }) => assert_eq!((value, platform.effects), (0, 0)),
         Ok(_) | Err(()) => assert_eq!(platform.effects, 0),
     }
-});
+}

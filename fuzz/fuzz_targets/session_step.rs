@@ -2,9 +2,7 @@
 //! generation never goes back, and no guest runs that may not.
 //!
 //! Four bytes are one event: the end and the event, a generation, a detail, and a channel.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_migration::session::{
     ChannelId, DestinationStage, Generation, SourceStage, ToDestination, ToSource, destination,
     source,
@@ -13,7 +11,7 @@ use pageferry_migration::wire::Role;
 
 const EVENT_BYTES: usize = 4;
 
-fuzz_target!(|data: &[u8]| {
+pub(crate) fn run(data: &[u8]) {
     let (events, _) = data.as_chunks::<EVENT_BYTES>();
     let mut source = AtSource::new();
     let mut destination = AtDestination::new();
@@ -26,7 +24,7 @@ fuzz_target!(|data: &[u8]| {
             destination.feed(destination_event(event & 0x7f, near, detail, id));
         }
     }
-});
+}
 
 /// Mostly the newest generation, or one beside it.
 fn near(newest: Generation, byte: u8) -> Generation {

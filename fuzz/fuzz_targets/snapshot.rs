@@ -1,8 +1,6 @@
 //! Packed snapshots of any bytes: no panic, no large allocation, and a chunk that is read has the
 //! checksum of its row.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_snapshot::{
     Compression, Input, Labels, Options, Snapshot, StateFile, open_input, pack, verify,
 };
@@ -83,7 +81,7 @@ fn templates() -> &'static [Vec<u8>; 2] {
     })
 }
 
-fuzz_target!(|data: &[u8]| {
+pub(crate) fn run(data: &[u8]) {
     read(data);
     let Some((&how, edits)) = data.split_first() else {
         return;
@@ -108,7 +106,7 @@ fuzz_target!(|data: &[u8]| {
     }
     // Without an edit it is still a snapshot, also with its checksums made anew.
     assert!(read(&bytes) || edits.len() >= 3);
-});
+}
 
 /// The places of the index and of the details.
 struct Sections {

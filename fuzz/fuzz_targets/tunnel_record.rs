@@ -1,8 +1,6 @@
 //! An end of a tunnel with a peer of any bytes: no panic, and what it keeps is bounded. What a VMM
 //! is given is what came.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_bridge::tunnel::Limits;
 use pageferry_bridge::tunnel::end::{End, LEAST_SHARE, READ_BYTES, Side};
 use pageferry_bridge::tunnel::record::{
@@ -73,7 +71,7 @@ fn record(input: &mut Input<'_>) -> Record {
     }
 }
 
-fuzz_target!(|data: &[u8]| {
+pub(crate) fn run(data: &[u8]) {
     // The bytes as they are.
     let mut decoder = Decoder::default();
     decoder.push(data);
@@ -125,4 +123,4 @@ fuzz_target!(|data: &[u8]| {
         assert!(kept <= WINDOW + shares + READ_BYTES as u64);
         assert!(held <= WINDOW + shares);
     }
-});
+}

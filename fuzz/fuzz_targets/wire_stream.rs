@@ -3,9 +3,7 @@
 //!
 //! The first byte of the input chooses the side and the channel, the next eight the memory's size;
 //! a frame follows.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_migration::wire::{
     DESCRIPTOR_BYTES, Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_CONFIRMED_PAGES,
     MAX_DATA_PAGES, MAX_MISSING_RUNS, MAX_RUNS, MissingRuns, Role, RunKind, RunList, Side,
@@ -13,7 +11,7 @@ use pageferry_migration::wire::{
 };
 use xxhash_rust::xxh3::xxh3_64;
 
-fuzz_target!(|data: &[u8]| {
+pub(crate) fn run(data: &[u8]) {
     let Some((&side, rest)) = data.split_first() else {
         return;
     };
@@ -32,7 +30,7 @@ fuzz_target!(|data: &[u8]| {
     if seal(&mut sealed).is_some() {
         read(&sealed, from, on, memory_pages);
     }
-});
+}
 
 fn read(bytes: &[u8], from: Side, on: Role, memory_pages: u64) {
     if let Err(error) = try_read(bytes, from, on, memory_pages) {

@@ -1,14 +1,12 @@
 //! Messages of urgent channels: no panic on any bytes, and what is accepted is in range and
 //! encodes to the same bytes.
-#![no_main]
 
-use libfuzzer_sys::fuzz_target;
 use pageferry_migration::wire::{
     PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply, urgent_reply_confirmed,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
-fuzz_target!(|data: &[u8]| {
+pub(crate) fn run(data: &[u8]) {
     let Some((memory, rest)) = data.split_first_chunk::<8>() else {
         return;
     };
@@ -33,7 +31,7 @@ fuzz_target!(|data: &[u8]| {
             read(&bytes, from, memory_pages, &page);
         }
     }
-});
+}
 
 fn read(bytes: &[u8; URGENT_BYTES], from: Side, memory_pages: u64, page: &[u8; PAGE_BYTES]) {
     let message = match UrgentMessage::decode(bytes, from, memory_pages) {
