@@ -5,8 +5,8 @@
 //! longer than [`report::SLOW`].
 //!
 //! **Mechanism.** Cargo builds all test programs by one command, so every run has the same features
-//! and shares one build. [`programs`] lists them, this module runs them one after the other, and
-//! [`report`] reads what they print. Libtest knows no skip at run time: `pageferry_testkit::skip`
+//! and shares one build. [`programs`] lists them. This module runs [`AT_ONCE`] of them at a time, the
+//! longest first, and [`report`] reads what they print. Libtest knows no skip at run time: `pageferry_testkit::skip`
 //! appends a line to the file that `PAGEFERRY_SKIPS` names, also from child processes.
 //!
 //! **Neighbours.** `.ci/run` calls it; `testkit` writes the lines of skips.
@@ -17,10 +17,14 @@ mod report;
 use programs::{Kind, Program};
 use report::Report;
 use std::ffi::OsString;
-use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, ExitStatus, Stdio};
+use std::process::{Command, ExitCode, Output, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
+
+/// The number of test programs that run at a time. Most wait now and then, and two fill two cores.
+const AT_ONCE: usize = 2;
 
 /// Run the tests of all crates, and say at the end which could not run here and why
 #[derive(clap::Args)]
@@ -80,25 +84,25 @@ fn tests(args: &Args) -> Result<bool, String> {
         return Ok(true);
     }
     let environment = Environment::new();
-    let mut report = Report::new(built);
-    let mut all_passed = true;
-    for program in &programs {
-        let name = format!("{} {}", program.package, program.kind);
-        let status = run_program(program, args, &environment, &mut report)
-            .map_err(|why| format!("cannot run {}: {why}", program.path.display()))?;
-        if !status.success() {
-            report.failed(format!("{name}: {status}"));
-            all_passed = false;
+    let report = Mutex::new(Report::new(built));
+    let next = AtomicUsize::new(0);
+    let run_all = || {
+        while let Some(program) = programs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            run_program(program, args, &environment, &report);
         }
-    }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(run_all);
+        }
+    });
+    let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
     if args.wants_documentation() {
         let began = Instant::now();
-        if !run_documentation(args, &environment, &mut report)? {
-            report.failed("the examples in the documentation".to_owned());
-            all_passed = false;
-        }
+        run_documentation(args, &environment, &mut report);
         report.program("examples in the documentation", began.elapsed());
     }
+    let all_passed = report.all_passed();
     print!(
         "\n{}",
         report.text(args.times, &environment.skips(), &environment.rotation)
@@ -157,15 +161,10 @@ fn rotation_of_commit() -> u32 {
     u32::from_str_radix(commit.unwrap_or_default().trim(), 16).unwrap_or(0)
 }
 
-/// Runs a test program, and passes on what it prints.
-fn run_program(
-    program: &Program,
-    args: &Args,
-    environment: &Environment,
-    report: &mut Report,
-) -> std::io::Result<ExitStatus> {
-    let name = format!("{} {}", program.package, program.kind);
-    println!("\n     Running {name} ({})", program.path.display());
+/// Runs a test program, and prints its output when it has ended.
+fn run_program(program: &Program, args: &Args, environment: &Environment, report: &Mutex<Report>) {
+    let name = program.name();
+    println!("     Running {name} ({})", program.path.display());
     let mut command = Command::new(&program.path);
     command
         .args(["-Z", "unstable-options", "--report-time"])
@@ -177,17 +176,14 @@ fn run_program(
         .env("CARGO_PKG_NAME", &program.package);
     environment.give(&mut command);
     let began = Instant::now();
-    let status = echo(&mut command, |line| report.line(&name, line))?;
+    let output = command.stdin(Stdio::null()).output();
+    let mut report = report.lock().unwrap_or_else(PoisonError::into_inner);
     report.program(&name, began.elapsed());
-    Ok(status)
+    see(&name, output, &mut report);
 }
 
-/// Runs the examples in the documentation. Returns whether they passed.
-fn run_documentation(
-    args: &Args,
-    environment: &Environment,
-    report: &mut Report,
-) -> Result<bool, String> {
+/// Runs the examples in the documentation.
+fn run_documentation(args: &Args, environment: &Environment, report: &mut Report) {
     let mut cargo = programs::cargo();
     cargo.args(["test", "--doc"]);
     if args.package.is_empty() {
@@ -196,24 +192,25 @@ fn run_documentation(
     cargo.args(args.package.iter().flat_map(|name| ["-p", name]));
     cargo.arg("--").args(&args.arguments);
     environment.give(&mut cargo);
-    let status = echo(&mut cargo, |line| report.line("documentation", line));
-    Ok(status
-        .map_err(|why| format!("cannot run cargo: {why}"))?
-        .success())
+    println!("     Running the examples in the documentation");
+    see("documentation", cargo.stdin(Stdio::null()).output(), report);
 }
 
-/// Runs a command, prints the lines of its output, and gives them to `see`.
-fn echo(command: &mut Command, mut see: impl FnMut(&str)) -> std::io::Result<ExitStatus> {
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()?;
-    let output = child.stdout.take().expect("it is piped");
-    for line in BufReader::new(output).split(b'\n') {
-        let line = line?;
-        let line = String::from_utf8_lossy(&line);
-        println!("{line}");
-        see(&line);
+/// Prints what a program printed, and notes its results.
+fn see(name: &str, output: std::io::Result<Output>, report: &mut Report) {
+    let output = match output {
+        Ok(output) => output,
+        Err(why) => return report.failed(format!("{name} cannot run: {why}")),
+    };
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    print!(
+        "\n{name}:\n{}{stdout}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    for line in stdout.lines() {
+        report.line(name, line);
     }
-    child.wait()
+    if !output.status.success() {
+        report.failed(format!("{name}: {}", output.status));
+    }
 }

@@ -18,6 +18,16 @@ const STRESSED: [&str; 6] = [
     "pageferry-userfault",
 ];
 
+/// The programs that run longest, in this order. The others fill the gaps at the end.
+const LONGEST: [&str; 6] = [
+    "pageferry-migration it",
+    "pageferry it",
+    "pageferry-pager it",
+    "pageferry-machine it",
+    "pageferry-bridge it",
+    "pageferry-remote it",
+];
+
 /// The kinds of tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Kind {
@@ -47,6 +57,19 @@ pub(super) struct Program {
     pub(super) path: PathBuf,
     /// The folder of its package, in which it runs.
     pub(super) folder: PathBuf,
+}
+
+impl Program {
+    pub(super) fn name(&self) -> String {
+        format!("{} {}", self.package, self.kind)
+    }
+
+    /// Programs with a lower number come first: the longest, and then the others.
+    fn turn(&self) -> usize {
+        let name = self.name();
+        let longest = LONGEST.iter().position(|long| *long == name);
+        longest.unwrap_or(LONGEST.len())
+    }
 }
 
 /// The folder of the workspace.
@@ -80,7 +103,9 @@ pub(super) fn build(profile: &str) -> Result<Vec<Program>, String> {
         return Err(format!("the tests do not build ({})", output.status));
     }
     let text = String::from_utf8_lossy(&output.stdout);
-    Ok(text.lines().filter_map(program).collect())
+    let mut programs: Vec<_> = text.lines().filter_map(program).collect();
+    programs.sort_by_key(Program::turn);
+    Ok(programs)
 }
 
 /// The test program in a message of cargo.

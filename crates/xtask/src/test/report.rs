@@ -68,6 +68,10 @@ impl Report {
         self.failures.push(what);
     }
 
+    pub(super) fn all_passed(&self) -> bool {
+        self.failures.is_empty()
+    }
+
     /// The closing lines. Each line of `skips` has a resource, a test and a reason, with tabs
     /// between.
     pub(super) fn text(mut self, times: bool, skips: &str, rotation: &str) -> String {

@@ -1,7 +1,7 @@
 //! `cargo xtask lab kernel` as a user calls it, with a source of two files and a script in the
 //! place of make.
 
-use crate::{assert_ended, folder, lab};
+use crate::{assert_ended, folder, lab, own_lab};
 use pageferry_testkit::skip;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -84,9 +84,8 @@ impl Kernel {
     }
 
     fn build_with(&self, path: &str) -> Output {
-        lab(&["kernel", "--series"])
+        own_lab(&self.0.join("target"), &["kernel", "--series"])
             .arg(self.0.join("series"))
-            .env("CARGO_TARGET_DIR", self.0.join("target"))
             .env("PATH", path)
             .output()
             .unwrap()
@@ -160,8 +159,7 @@ fn checkouts_share_the_builds_of_one_cache() {
     )
     .unwrap();
     let build = |checkout: &str| {
-        let output = Command::new(env!("CARGO_BIN_EXE_xtask"))
-            .args(["lab", "kernel", "--series"])
+        let output = lab(&["kernel", "--series"])
             .arg(kernel.0.join("series"))
             .env("CARGO_TARGET_DIR", kernel.0.join(checkout))
             .env("XDG_CACHE_HOME", &home)

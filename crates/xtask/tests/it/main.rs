@@ -36,9 +36,7 @@ impl Fetched {
 
     /// Runs the lab with `arguments`.
     fn lab(&self, arguments: &[&str]) -> Output {
-        let mut lab = lab(arguments);
-        lab.env("CARGO_TARGET_DIR", &self.target);
-        lab.output().unwrap()
+        own_lab(&self.target, arguments).output().unwrap()
     }
 }
 
@@ -58,7 +56,15 @@ fn folder(name: &str) -> PathBuf {
 
 fn lab(arguments: &[&str]) -> Command {
     let mut lab = Command::new(env!("CARGO_BIN_EXE_xtask"));
+    lab.arg("lab").args(arguments);
+    lab
+}
+
+/// The lab with its packages and builds in a target directory of the test's own.
+fn own_lab(target: &Path, arguments: &[&str]) -> Command {
+    let mut lab = Command::new(env!("CARGO_BIN_EXE_xtask"));
     lab.args(["--no-cache", "lab"]).args(arguments);
+    lab.env("CARGO_TARGET_DIR", target);
     lab
 }
 
@@ -87,9 +93,8 @@ fn without_a_package_manager_the_lab_says_what_it_needs() {
     let empty = folder("lab-no-apt");
     std::fs::create_dir_all(&empty).unwrap();
     symlink("/usr/bin/ldd", empty.join("ldd")).unwrap();
-    let mut lab = lab(&["--", "/bin/sh"]);
-    let output = lab.env("CARGO_TARGET_DIR", &empty).env("PATH", &empty);
-    let output = output.output().unwrap();
+    let mut lab = own_lab(&empty, &["--", "/bin/sh"]);
+    let output = lab.env("PATH", &empty).output().unwrap();
     std::fs::remove_dir_all(&empty).unwrap();
     assert_ended(&output, 125, "apt-get is not here");
 }
