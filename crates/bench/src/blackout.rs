@@ -1,8 +1,9 @@
 //! `bench blackout`: the time without a running vCPU when a busy VM moves, and the memory that the
 //! move needs.
 
+use crate::channels::Channels;
 use crate::link::receive;
-use crate::peer::{Channels, Guest, Peer, Role, SourceVm, overhead_bytes};
+use crate::peer::{Guest, Peer, Role, SourceVm, overhead_bytes};
 use crate::vm::isa_of;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_guest::Workload;
@@ -38,7 +39,7 @@ struct Measured {
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn blackout(
+pub(crate) fn blackout(
     setting: &Setting,
     sparse: Option<u64>,
     progress: &mut dyn FnMut(&str),
@@ -101,7 +102,7 @@ impl Measured {
             ..DestinationConfig::default()
         };
         let (report, vm) = receive(&mut peer, config)?;
-        let sent = peer.read_figures()?;
+        let sent = peer.figures::<crate::peer::SourceFigures>()?;
         let first = report
             .first_instruction
             .or_else(|| report.first_touch(|page| workload.is_data(page)))

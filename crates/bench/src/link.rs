@@ -1,10 +1,11 @@
 //! `bench link`: the stall of an urgent page next to the costs of its parts, and the background
 //! push next to the bare link.
 
+use crate::channels::Channels;
 use crate::exits::{exit_and_resume, gaps_us};
 use crate::peer::{
-    BULK_BYTES, Channels, Guest, HEADER_BYTES, LOOPBACK, Peer, REQUEST_BYTES, Role, SourceFigures,
-    SourceVm, listen,
+    BULK_BYTES, Guest, HEADER_BYTES, LOOPBACK, Peer, REQUEST_BYTES, Role, SourceFigures, SourceVm,
+    listen,
 };
 use crate::vm::{Faults, LIMIT, Vm, create, create_on};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
@@ -32,7 +33,7 @@ const PUSH_MEMORY: u64 = 512 << 20;
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn link(
+pub(crate) fn link(
     setting: &Setting,
     channels: &Channels,
     progress: &mut dyn FnMut(&str),
@@ -267,7 +268,7 @@ fn fetch(
     };
     let (report, vm) = receive(&mut peer, config)?;
     vm.wait_finished(LIMIT)?;
-    Ok((report, peer.read_figures()?))
+    Ok((report, peer.figures::<SourceFigures>()?))
 }
 
 /// Runs a VM as soon as it is handed over. Some guests begin their work only then, so their source

@@ -3,7 +3,10 @@
 //! The two exchange lines of text. The peer writes to its standard output, and ends when its
 //! standard input ends. So no peer outlives its benchmark.
 
+use crate::channels::Channels;
+use crate::error::os;
 use crate::restore::{Paced, Restarted, Restored};
+use crate::tunnel::TunnelEnd;
 use crate::vm::{Faults, Vm, create_on, fill, isa_of, toucher};
 use crate::{BenchError, Setting};
 use pageferry_addr::PAGE_SIZE;
@@ -12,15 +15,14 @@ use pageferry_machine::{Backing, Engine, MachineSpec};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{Connection, Listener, Wait};
 use pageferry_migration::{
-    PlainPolicy, Resolver, Route, SourceConfig, SourceReport, SourceSession, Switch, TlsFiles,
-    Unobserved, migrate,
+    PlainPolicy, Resolver, Route, SourceConfig, SourceSession, Switch, Unobserved, migrate,
 };
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,8 +37,8 @@ pub(crate) const BULK_BYTES: usize = 256 << 10;
 const WARM_UP: Duration = Duration::from_millis(400);
 
 /// The task of the other process.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Role {
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Role {
     /// Answers each 16 bytes with 16 bytes and a page, as a source's urgent thread does, without
     /// decoding them.
     Pong {
@@ -55,6 +57,8 @@ pub enum Role {
     Restarted(Restarted),
     /// Creates a VM and moves it to the address on its standard input.
     Source(SourceVm),
+    /// Carries QEMU's streams.
+    Tunnel(TunnelEnd),
     /// Runs Linux under load, and moves it as `Source` does.
     Linux {
         /// The kernel's file.
@@ -65,78 +69,37 @@ pub enum Role {
 }
 
 /// The VM of a source, and how it moves.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SourceVm {
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SourceVm {
     /// The VM's engine.
-    pub engine: Engine,
+    #[serde(with = "by_name")]
+    pub(crate) engine: Engine,
     /// The number of vCPUs.
-    pub vcpus: u32,
+    pub(crate) vcpus: u32,
     /// Guest memory, in bytes.
-    pub memory_bytes: u64,
+    pub(crate) memory_bytes: u64,
     /// The memory behind the guest.
-    pub backing: Backing,
+    #[serde(with = "by_name")]
+    pub(crate) backing: Backing,
     /// The part of it that the guest uses, in bytes.
-    pub used_bytes: u64,
+    pub(crate) used_bytes: u64,
     /// The number of pre-copy passes.
-    pub passes: u32,
+    pub(crate) passes: u32,
     /// Whether the source pushes pages in the background.
-    pub push: bool,
+    pub(crate) push: bool,
     /// Whether requested pages have a way of their own.
-    pub preempt: bool,
+    pub(crate) preempt: bool,
     /// Whether requests guide the push.
-    pub prefetch: bool,
+    pub(crate) prefetch: bool,
     /// The guest program.
-    pub guest: Guest,
+    pub(crate) guest: Guest,
     /// The channels for pages.
-    pub channels: Channels,
-}
-
-/// The channels of a migration that is measured.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Channels {
-    /// The number of bulk channels.
-    pub bulk: u16,
-    /// The files for TLS, the same at both ends. `None`: without TLS.
-    pub tls: Option<TlsFiles>,
-}
-
-impl Default for Channels {
-    fn default() -> Self {
-        Self { bulk: 1, tls: None }
-    }
-}
-
-impl Channels {
-    /// The files as arguments: no arguments without TLS.
-    fn to_words(&self) -> Vec<String> {
-        let mut words = vec![self.bulk.to_string()];
-        if let Some(tls) = &self.tls {
-            let paths = [&tls.cert, &tls.key, &tls.ca];
-            words.extend(paths.map(|path| path.display().to_string()));
-            words.extend(tls.peer_name.clone());
-        }
-        words
-    }
-
-    fn from_words(words: &[&str]) -> Option<Self> {
-        let tls = match words.get(1..)? {
-            [] => None,
-            [cert, key, ca, name @ ..] => Some(TlsFiles {
-                cert: cert.into(),
-                key: key.into(),
-                ca: ca.into(),
-                peer_name: name.first().map(|name| (*name).to_owned()),
-            }),
-            _ => return None,
-        };
-        let bulk = words.first()?.parse().ok()?;
-        Some(Self { bulk, tls })
-    }
+    pub(crate) channels: Channels,
 }
 
 /// The guest program of a source's VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Guest {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Guest {
     /// The demo's workload. It starts before the move.
     Workload,
     /// A program whose vCPUs store to all data pages, each in a random order of its own. It starts
@@ -149,150 +112,32 @@ pub enum Guest {
     Quiet,
 }
 
-impl Guest {
-    const ALL: [Self; 4] = [Self::Workload, Self::Toucher, Self::InOrder, Self::Quiet];
-
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Workload => "workload",
-            Self::Toucher => "toucher",
-            Self::InOrder => "in-order",
-            Self::Quiet => "quiet",
-        }
-    }
-}
-
 impl Role {
-    /// The command line arguments for this role.
-    #[must_use]
-    pub fn to_words(&self) -> Vec<String> {
-        match self {
-            Self::Pong { host, page_bytes } => {
-                vec!["pong".into(), host.to_string(), page_bytes.to_string()]
-            }
-            Self::Bulk => vec!["bulk".into()],
-            Self::Restored(vm) => {
-                let first = ["restored".to_owned()];
-                first.into_iter().chain(vm.to_words()).collect()
-            }
-            Self::Paced(vm) => {
-                let first = ["paced".to_owned()];
-                first.into_iter().chain(vm.to_words()).collect()
-            }
-            Self::Restarted(pager) => {
-                let paths = [&pager.directory, &pager.memory];
-                let paths = paths.map(|path| path.display().to_string());
-                ["restarted".to_owned()].into_iter().chain(paths).collect()
-            }
-            Self::Linux { kernel, initrd } => {
-                let paths = [kernel, initrd].map(|path| path.display().to_string());
-                ["linux".to_owned()].into_iter().chain(paths).collect()
-            }
-            Self::Source(vm) => [
-                "source".to_owned(),
-                vm.engine.to_string(),
-                vm.vcpus.to_string(),
-                vm.memory_bytes.to_string(),
-                vm.backing.name().to_owned(),
-                vm.used_bytes.to_string(),
-                vm.passes.to_string(),
-                vm.push.to_string(),
-                vm.preempt.to_string(),
-                vm.prefetch.to_string(),
-                vm.guest.name().to_owned(),
-            ]
-            .into_iter()
-            .chain(vm.channels.to_words())
-            .collect(),
-        }
-    }
-
-    /// Parses command line arguments.
-    ///
-    /// # Errors
-    /// If `words` are not the arguments of a role.
-    pub fn from_words(words: &[String]) -> Result<Self, BenchError> {
-        let bad = || BenchError::Peer(format!("unknown role {words:?}"));
-        fn value<T: FromStr>(word: &str) -> Result<T, BenchError> {
-            word.parse()
-                .map_err(|_| BenchError::Peer(format!("invalid value '{word}'")))
-        }
-        let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        match words.as_slice() {
-            ["pong", host, page_bytes] => Ok(Self::Pong {
-                host: value(host)?,
-                page_bytes: value(page_bytes)?,
-            }),
-            ["bulk"] => Ok(Self::Bulk),
-            ["restored", vm @ ..] => Restored::from_words(vm).map(Self::Restored).ok_or_else(bad),
-            ["paced", vm @ ..] => Paced::from_words(vm).map(Self::Paced).ok_or_else(bad),
-            ["restarted", directory, memory] => Ok(Self::Restarted(Restarted {
-                directory: directory.into(),
-                memory: memory.into(),
-            })),
-            ["linux", kernel, initrd] => Ok(Self::Linux {
-                kernel: kernel.into(),
-                initrd: initrd.into(),
-            }),
-            [
-                "source",
-                engine,
-                vcpus,
-                memory_bytes,
-                backing,
-                used_bytes,
-                passes,
-                push,
-                preempt,
-                prefetch,
-                guest,
-                channels @ ..,
-            ] => Ok(Self::Source(SourceVm {
-                engine: match *engine {
-                    "kvm" => Engine::Kvm,
-                    "soft" => Engine::Soft,
-                    _ => return Err(bad()),
-                },
-                vcpus: value(vcpus)?,
-                memory_bytes: value(memory_bytes)?,
-                backing: value(backing)?,
-                used_bytes: value(used_bytes)?,
-                passes: value(passes)?,
-                push: value(push)?,
-                preempt: value(preempt)?,
-                prefetch: value(prefetch)?,
-                guest: Guest::ALL
-                    .into_iter()
-                    .find(|known| known.name() == *guest)
-                    .ok_or_else(bad)?,
-                channels: Channels::from_words(channels).ok_or_else(bad)?,
-            })),
-            _ => Err(bad()),
-        }
+    /// The role that the benchmark's process has named.
+    pub(crate) fn from_json(text: &str) -> Result<Self, BenchError> {
+        serde_json::from_str(text).map_err(|why| BenchError::Peer(format!("'{text}': {why}")))
     }
 
     /// Runs the role to its end.
     ///
     /// # Errors
     /// If the benchmark's process goes away, or the VM or its migration fails.
-    pub fn play(&self) -> Result<(), BenchError> {
+    pub(crate) fn play(&self) -> Result<(), BenchError> {
         end_with_parent();
         match self {
             &Self::Pong { host, page_bytes } => pong(host, page_bytes),
             Self::Bulk => bulk(),
             Self::Source(vm) => source(vm),
-            Self::Restored(vm) => {
-                let line = vm.play(|| {
-                    send_line("ready")?;
-                    read_line().map(drop)
-                })?;
-                send_line(&line)
-            }
+            Self::Restored(vm) => send(&vm.play(|| {
+                send_line("ready")?;
+                read_line().map(drop)
+            })?),
             Self::Paced(vm) => vm.play(),
+            Self::Tunnel(end) => end.play(),
             Self::Restarted(pager) => pager.play(),
             Self::Linux { kernel, initrd } => {
                 let vm = crate::linux::source(kernel, initrd)?;
-                send(&vm, &SourceConfig::default(), 1)
+                send_vm(&vm, &SourceConfig::default(), 1)
             }
         }
     }
@@ -345,11 +190,11 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         tls: channels.tls.clone().map(Into::into),
         ..SourceConfig::default()
     };
-    send(&vm, &config, passes)
+    send_vm(&vm, &config, passes)
 }
 
 /// Moves a VM to the address on the standard input, and reports it.
-fn send(vm: &Vm, config: &SourceConfig, passes: u32) -> Result<(), BenchError> {
+fn send_vm(vm: &Vm, config: &SourceConfig, passes: u32) -> Result<(), BenchError> {
     send_line("ready")?;
     let to = parse_address(&read_line()?)?;
     let config = SourceConfig {
@@ -369,8 +214,14 @@ fn send(vm: &Vm, config: &SourceConfig, passes: u32) -> Result<(), BenchError> {
         &Unobserved,
     )
     .map_err(|e| failed(&e))?;
-    send_line(&figures_line(&report))?;
-    send_line(&format!("overhead {}", overhead_bytes()?))
+    send(&SourceFigures {
+        last_stop: report.last_stop,
+        missing_at_start: report.missing_at_start,
+        background_bytes: report.background_bytes,
+        background_took: report.background_took,
+        total: report.total,
+        overhead_bytes: overhead_bytes()?,
+    })
 }
 
 fn parse_address(line: &str) -> Result<Address, BenchError> {
@@ -378,20 +229,8 @@ fn parse_address(line: &str) -> Result<Address, BenchError> {
         .map_err(|e| BenchError::Peer(format!("'{line}': {e}")))
 }
 
-/// The source's report as a line for the parent process.
-fn figures_line(report: &SourceReport) -> String {
-    format!(
-        "sent {} {} {} {} {}",
-        report.last_stop.as_nanos(),
-        report.missing_at_start,
-        report.background_bytes,
-        report.background_took.as_nanos(),
-        report.total.as_nanos()
-    )
-}
-
 /// The figures that a source reports to the parent process.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct SourceFigures {
     pub(crate) last_stop: Duration,
     pub(crate) missing_at_start: u64,
@@ -404,24 +243,18 @@ pub(crate) struct SourceFigures {
 /// The memory of this process beyond guest memory, in bytes: private pages, files, page tables.
 /// Guest memory is a memfd and counts as shared memory.
 pub(crate) fn overhead_bytes() -> Result<u64, BenchError> {
-    let status = std::fs::read_to_string("/proc/self/status").map_err(|source| BenchError::Os {
-        what: "cannot read /proc/self/status",
-        source,
-    })?;
-    let kib = |name: &str| {
-        status
-            .lines()
-            .find_map(|line| {
-                line.strip_prefix(name)?
-                    .trim()
-                    .strip_suffix(" kB")?
-                    .trim()
-                    .parse::<u64>()
-                    .ok()
-            })
-            .unwrap_or(0)
+    Ok(kib_of(&["RssAnon:", "RssFile:", "VmPTE:"])? << 10)
+}
+
+/// The sum of these counters of this process, in KiB.
+pub(crate) fn kib_of(names: &[&str]) -> Result<u64, BenchError> {
+    let status = std::fs::read_to_string("/proc/self/status");
+    let status = status.map_err(os("cannot read /proc/self/status"))?;
+    let kib = |name: &&str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(*name));
+        line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok())
     };
-    Ok((kib("RssAnon:") + kib("RssFile:") + kib("VmPTE:")) << 10)
+    Ok(names.iter().filter_map(kib).sum())
 }
 
 fn end_with_parent() {
@@ -434,10 +267,13 @@ pub(crate) fn send_line(line: &str) -> Result<(), BenchError> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")
         .and_then(|()| out.flush())
-        .map_err(|source| BenchError::Os {
-            what: "cannot write to the benchmark's process",
-            source,
-        })
+        .map_err(os("cannot write to the benchmark's process"))
+}
+
+/// Sends figures to the benchmark's process.
+pub(crate) fn send(figures: &impl Serialize) -> Result<(), BenchError> {
+    let line = serde_json::to_string(figures);
+    send_line(&line.map_err(|why| BenchError::Peer(why.to_string()))?)
 }
 
 pub(crate) fn read_line() -> Result<String, BenchError> {
@@ -445,10 +281,7 @@ pub(crate) fn read_line() -> Result<String, BenchError> {
     let got = std::io::stdin()
         .lock()
         .read_line(&mut line)
-        .map_err(|source| BenchError::Os {
-            what: "cannot read from the benchmark's process",
-            source,
-        })?;
+        .map_err(os("cannot read from the benchmark's process"))?;
     if got == 0 {
         return Err(BenchError::Peer("the benchmark's process ended".into()));
     }
@@ -492,7 +325,7 @@ fn bulk() -> Result<(), BenchError> {
 }
 
 /// The other process. Dropping this kills it and reaps it.
-pub struct Peer {
+pub(crate) struct Peer {
     child: Child,
     input: Option<ChildStdin>,
     lines: Lines<BufReader<ChildStdout>>,
@@ -503,22 +336,20 @@ impl Peer {
     ///
     /// # Errors
     /// If the executable cannot be run.
-    pub fn start(setting: &Setting, role: &Role) -> Result<Self, BenchError> {
+    pub(crate) fn start(setting: &Setting, role: &Role) -> Result<Self, BenchError> {
         Self::start_by(Command::new(&setting.executable), role)
     }
 
     /// As [`Peer::start`], by a command that runs the executable with further arguments.
     pub(crate) fn start_by(mut command: Command, role: &Role) -> Result<Self, BenchError> {
+        let role = serde_json::to_string(role).map_err(|why| BenchError::Peer(why.to_string()))?;
         let mut child = command
-            .args(["bench", "peer"])
-            .args(role.to_words())
+            .arg("peer")
+            .arg(role)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .map_err(|source| BenchError::Os {
-                what: "cannot start the benchmark's other process",
-                source,
-            })?;
+            .map_err(os("cannot start the benchmark's other process"))?;
         let input = child.stdin.take();
         let output = child
             .stdout
@@ -569,47 +400,12 @@ impl Peer {
         )?)
     }
 
-    /// Reads the figures of a source.
-    pub(crate) fn read_figures(&mut self) -> Result<SourceFigures, BenchError> {
+    /// The figures in the peer's next line.
+    pub(crate) fn figures<T: DeserializeOwned>(&mut self) -> Result<T, BenchError> {
         let line = self.next_line()?;
-        let overhead = self.next_line()?;
-        let numbers = |line: &str, word: &str| -> Option<Vec<u64>> {
-            line.strip_prefix(word)?
-                .split_whitespace()
-                .map(|w| w.parse().ok())
-                .collect()
-        };
-        match (
-            numbers(&line, "sent").as_deref(),
-            numbers(&overhead, "overhead").as_deref(),
-        ) {
-            (
-                Some(
-                    [
-                        last_stop_ns,
-                        missing_at_start,
-                        background_bytes,
-                        background_ns,
-                        total_ns,
-                    ],
-                ),
-                Some([overhead_bytes]),
-            ) => Ok(SourceFigures {
-                last_stop: Duration::from_nanos(*last_stop_ns),
-                missing_at_start: *missing_at_start,
-                background_bytes: *background_bytes,
-                background_took: Duration::from_nanos(*background_ns),
-                total: Duration::from_nanos(*total_ns),
-                overhead_bytes: *overhead_bytes,
-            }),
-            _ => Err(BenchError::Peer(format!(
-                "unexpected lines '{line}', '{overhead}'"
-            ))),
-        }
+        serde_json::from_str(&line).map_err(|why| BenchError::Peer(format!("'{line}': {why}")))
     }
-}
 
-impl Peer {
     /// Kills the process, at whatever it is.
     pub(crate) fn kill(mut self) {
         let _ = self.child.kill();
@@ -625,48 +421,46 @@ impl Drop for Peer {
     }
 }
 
+/// Values that travel by their names.
+mod by_name {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+    use std::fmt::Display;
+    use std::str::FromStr;
+
+    pub(super) fn serialize<S: Serializer>(value: &impl Display, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(value)
+    }
+
+    pub(super) fn deserialize<'de, T, D>(from: D) -> Result<T, D::Error>
+    where
+        T: FromStr<Err: Display>,
+        D: Deserializer<'de>,
+    {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_role_survives_its_words() {
-        let files = TlsFiles {
-            cert: "c".into(),
-            key: "k".into(),
-            ca: "a".into(),
-            peer_name: Some("n".into()),
-        };
-        let source = |guest, tls| {
-            Role::Source(SourceVm {
-                engine: Engine::Soft,
-                vcpus: 3,
-                memory_bytes: 4 << 20,
-                backing: Backing::Hugetlb2M,
-                used_bytes: 2 << 20,
-                passes: 1,
-                push: true,
-                preempt: false,
-                prefetch: false,
-                guest,
-                channels: Channels { bulk: 2, tls },
-            })
-        };
-        let pong = Role::Pong {
-            host: LOOPBACK,
-            page_bytes: 4096,
-        };
-        let sources = Guest::ALL.map(|guest| source(guest, None));
-        let secure = source(Guest::Toucher, Some(files));
-        let linux = Role::Linux {
-            kernel: "Image".into(),
-            initrd: "initrd.gz".into(),
-        };
-        let others = [pong, Role::Bulk, linux, secure];
-        for role in sources.into_iter().chain(others) {
-            let words = role.to_words();
-            assert_eq!(Role::from_words(&words).expect("a role"), role);
-        }
-        assert!(Role::from_words(&["pong".into()]).is_err());
+    fn a_role_survives_its_way_to_the_other_process() {
+        let source = Role::Source(SourceVm {
+            engine: Engine::Soft,
+            vcpus: 3,
+            memory_bytes: 4 << 20,
+            backing: Backing::Hugetlb2M,
+            used_bytes: 2 << 20,
+            passes: 1,
+            push: true,
+            preempt: false,
+            prefetch: false,
+            guest: Guest::Toucher,
+            channels: Channels::default(),
+        });
+        let text = serde_json::to_string(&source).expect("JSON");
+        assert_eq!(Role::from_json(&text).expect("a role"), source);
+        assert!(Role::from_json("pong").is_err());
     }
 }

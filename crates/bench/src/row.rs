@@ -5,37 +5,37 @@ use serde::Serialize;
 
 /// One figure. The names of its JSON keys are stable.
 #[derive(Clone, Debug, Serialize)]
-pub struct Row {
+pub(crate) struct Row {
     /// The name of the measurement, such as `push.rate`.
-    pub case: &'static str,
+    pub(crate) case: &'static str,
     /// The object that was measured.
-    pub subject: String,
+    pub(crate) subject: String,
     /// The median of the samples, in `unit`.
-    pub value: f64,
+    pub(crate) value: f64,
     /// The unit of `value`, `min` and `max`: `us`, `ms`, `B`, `B/s`, `pages`, `pages/s`,
     /// `instructions/s`, `rounds/s` or `faults`.
-    pub unit: &'static str,
+    pub(crate) unit: &'static str,
     /// `value` divided by the baseline's.
-    pub ratio: Option<f64>,
+    pub(crate) ratio: Option<f64>,
     /// The name of the baseline, if there is one.
-    pub baseline: Option<String>,
+    pub(crate) baseline: Option<String>,
     /// The smallest sample, in `unit`.
-    pub min: f64,
+    pub(crate) min: f64,
     /// The largest sample, in `unit`.
-    pub max: f64,
+    pub(crate) max: f64,
     /// The number of samples.
-    pub samples: usize,
+    pub(crate) samples: usize,
     /// The target in words: a bound on `ratio` if there is one, else on `value`.
-    pub target: Option<String>,
+    pub(crate) target: Option<String>,
     /// Whether the target was met.
-    pub met: Option<bool>,
+    pub(crate) met: Option<bool>,
     /// The conditions of the measurement.
-    pub conditions: Conditions,
+    pub(crate) conditions: Conditions,
 }
 
 /// The target of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Bound {
+pub(crate) enum Bound {
     /// The ratio is at most this.
     RatioAtMost(f64),
     /// The ratio is at least this.
@@ -48,23 +48,23 @@ pub enum Bound {
 
 /// The conditions of a measurement.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Conditions {
+pub(crate) struct Conditions {
     /// The number of cores that this process may use.
-    pub cores: usize,
+    pub(crate) cores: usize,
     /// The number of vCPUs.
-    pub vcpus: u32,
+    pub(crate) vcpus: u32,
     /// Guest memory, in bytes.
-    pub memory_bytes: u64,
+    pub(crate) memory_bytes: u64,
     /// The delivery of faults, if the benchmark has faults.
-    pub delivery: Option<String>,
+    pub(crate) delivery: Option<String>,
     /// Further conditions, in words.
-    pub note: String,
+    pub(crate) note: String,
 }
 
 impl Conditions {
     /// The conditions on this host.
     #[must_use]
-    pub fn here(vcpus: u32, memory_bytes: u64, note: impl Into<String>) -> Self {
+    pub(crate) fn here(vcpus: u32, memory_bytes: u64, note: impl Into<String>) -> Self {
         Self {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             vcpus,
@@ -76,7 +76,7 @@ impl Conditions {
 
     /// The same conditions, with a delivery of faults.
     #[must_use]
-    pub fn with_delivery(mut self, delivery: pageferry_machine::Delivery) -> Self {
+    pub(crate) fn with_delivery(mut self, delivery: pageferry_machine::Delivery) -> Self {
         self.delivery = Some(delivery.to_string());
         self
     }
@@ -85,7 +85,7 @@ impl Conditions {
 impl Samples {
     /// A row with these samples, which are in `unit`.
     #[must_use]
-    pub fn row(
+    pub(crate) fn row(
         &self,
         case: &'static str,
         subject: impl Into<String>,
@@ -113,7 +113,7 @@ impl Row {
     /// Adds the ratio to a baseline of `value`, in the row's unit. If `value` is 0, there is no
     /// ratio.
     #[must_use]
-    pub fn against(mut self, baseline: impl Into<String>, value: f64) -> Self {
+    pub(crate) fn against(mut self, baseline: impl Into<String>, value: f64) -> Self {
         self.ratio = (value != 0.0).then(|| self.value / value);
         self.baseline = Some(baseline.into());
         self
@@ -121,7 +121,7 @@ impl Row {
 
     /// Adds the target, in words and as a bound.
     #[must_use]
-    pub fn aiming_at(mut self, target: impl Into<String>, bound: Bound) -> Self {
+    pub(crate) fn aiming_at(mut self, target: impl Into<String>, bound: Bound) -> Self {
         self.target = Some(target.into());
         self.met = match bound {
             Bound::RatioAtMost(most) => self.ratio.map(|ratio| ratio <= most),

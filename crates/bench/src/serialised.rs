@@ -21,14 +21,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// Memory slots under which faults run one at a time.
 #[derive(Debug)]
-pub struct Serialised {
+pub(crate) struct Serialised {
     inner: Scalable,
     lock: Arc<Mutex<()>>,
 }
 
 /// One vCPU's reader.
 #[derive(Debug)]
-pub struct SerialisedReader {
+pub(crate) struct SerialisedReader {
     inner: <Scalable as Memslots>::Reader,
     lock: Arc<Mutex<()>>,
 }

@@ -16,7 +16,10 @@ const MEASURED: Duration = Duration::from_millis(1500);
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn soft(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn soft(
+    setting: &Setting,
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<Row>, BenchError> {
     let mut rows = Vec::new();
     let cores = std::thread::available_parallelism().map_or(1, usize::from) as u32;
     for vcpus in [1, cores.max(2)] {

@@ -32,7 +32,10 @@ const SEARCHES: u32 = 32;
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn states(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn states(
+    setting: &Setting,
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<Row>, BenchError> {
     let mut rows = vec![read_words(setting.repeat, progress)?];
     let ram = HostRam::new(COPIED)?;
     for (case, bytes, ram) in [

@@ -1,17 +1,17 @@
 //! The flags of all commands. Help texts, completions and man pages come from these definitions.
 
-use crate::bench::BenchArgs;
 use crate::control::change::ChangeOptions;
 use crate::control::options::{MigrateOptions, TlsOptions};
 use crate::exit::TABLE;
 use crate::pager::{PagerArgs, StoreArgs};
+use crate::rate;
 use crate::snapshot::SnapshotArgs;
 use crate::tunnel::TunnelArgs;
 use crate::vm::DeviceArgs;
-use crate::{rate, size};
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pageferry_bridge::fc::Overrides;
+use pageferry_harness::size;
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
 use pageferry_migration::{CpuList, Limits, Settings, SourceConfig, Switch, Tracking};
@@ -175,8 +175,6 @@ pub(crate) enum Command {
     /// Say what this host can do, what that means for Pageferry, and how to get what is missing
     #[command(after_help = EXIT_CODES)]
     Probe(ProbeArgs),
-    /// Measure Pageferry on this host, each figure next to its lower bound from the same run
-    Bench(BenchArgs),
     /// Print a script that completes commands and flags in a shell
     Completions(CompletionArgs),
     /// Print the manual page of pageferry or of one of its commands
@@ -199,7 +197,7 @@ pub(crate) struct CompletionArgs {
 /// `pageferry man`.
 #[derive(Debug, Args)]
 pub(crate) struct ManArgs {
-    /// The command, such as `migrate` or `bench link`; without one, pageferry itself
+    /// The command, such as `migrate` or `pager share`; without one, pageferry itself
     #[arg(value_name = "COMMAND")]
     pub(crate) command: Vec<String>,
     /// Write the pages of all commands into this directory

@@ -10,8 +10,8 @@
 use crate::cgroup::{self, Resource};
 use crate::exit::{Exit, Failure};
 use crate::procfs;
-use crate::size::human;
 use pageferry_addr::PageSize;
+use pageferry_harness::size::human;
 use pageferry_machine::{Backing, Engine};
 use rustix::process::{Resource as Rlimit, getrlimit};
 use std::fs;

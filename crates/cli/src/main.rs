@@ -13,19 +13,14 @@
 //! a table, JSON or HTML. [`tunnel`] carries the streams of other VMMs, and [`bridge`] moves their
 //! VMs. [`snapshot`] packs the memory of snapshots. [`probe`] tests the host.
 //!
-//! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`, `snapshot`.
-//! Nothing is above. The crate must not know wire formats, page tables or ioctls. Its only unsafe
-//! code handles signals ([`signals`], [`terminal`]) and takes the descriptor that a service manager
+//! **Neighbours.** Below: `charts`, `harness`, `migration`, `machine`, `guest`, `userfault`,
+//! `snapshot`. Nothing is above. The crate must not know wire formats, page tables or ioctls. Its
+//! only unsafe code handles signals ([`signals`], [`terminal`]) and takes the descriptor that a service manager
 //! hands over ([`activation`]).
 
 mod activation;
 mod args;
 mod attach;
-#[cfg(feature = "bench")]
-mod bench;
-#[cfg(not(feature = "bench"))]
-#[path = "bench/absent.rs"]
-mod bench;
 mod bridge;
 mod cgroup;
 mod console;
@@ -33,7 +28,6 @@ mod control;
 mod demo;
 mod detach;
 mod exit;
-mod guest_linux;
 mod host;
 mod keys;
 mod limits;
@@ -58,7 +52,6 @@ mod scratch;
 mod set;
 mod signals;
 mod sink;
-mod size;
 mod snapshot;
 mod sockets;
 mod status;
@@ -138,7 +131,6 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Pager(args) => pager::pager(args, &interrupts),
         Command::Snapshot(args) => snapshot::snapshot(args, &interrupts),
         Command::Probe(args) => probe::probe(args),
-        Command::Bench(args) => bench::bench(args),
         Command::Completions(args) => {
             manual::completions(args);
             Ok(())

@@ -3,7 +3,7 @@
 //! K, M, G and T are powers of 1024 bytes a second, as for sizes. kbit, mbit and gbit are powers
 //! of 1000 bits a second, as for links.
 
-use crate::size;
+use pageferry_harness::size;
 use pageferry_migration::Settings;
 
 /// Reads a rate in bytes a second. It is one that a migration can have.

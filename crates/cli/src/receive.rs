@@ -17,7 +17,8 @@ use crate::report::{Conditions, Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
 use crate::vm::{Disks, GuestDescription, PAUSE_LIMIT, Vm, check_backing};
-use crate::{detach, size, sockets};
+use crate::{detach, sockets};
+use pageferry_harness::size;
 use pageferry_machine::{CpuModel, Delivery, EngineChoice, kvm};
 use pageferry_migration::{
     ChannelError, Destination, DestinationConfig, DestinationFailure, DestinationReport,

@@ -16,7 +16,7 @@ use crate::control::protocol::Request;
 use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::signals::Interrupts;
-use crate::size::human;
+use pageferry_harness::size::human;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::fs::DirBuilder;

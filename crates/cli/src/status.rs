@@ -7,7 +7,7 @@ use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::report::{Protection, Verified};
 use crate::signals::Interrupts;
-use crate::size::human;
+use pageferry_harness::size::human;
 use serde::Deserialize;
 use serde_json::Value;
 use std::fmt::Write;

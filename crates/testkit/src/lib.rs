@@ -10,7 +10,8 @@
 //! Networks are in two modules: [`two_hosts`] shapes a link of the kernel, [`shaper`] is a proxy
 //! that injects faults. [`rv64`] has machine code for small guests. With the feature
 //! `certificates`, there are certificates for TLS. `firecracker` is a double of Firecracker's side
-//! of a restore, and `cloud_hypervisor` one of both ends of a migration.
+//! of a restore, and `cloud_hypervisor` one of both ends of a migration. With the feature `qemu`,
+//! there are real machines of QEMU, which run this project's programs.
 //!
 //! **Neighbours.** A development dependency: no crate needs it to build. It uses `std` and rustix,
 //! `hosts` for shaped links and huge pages, `userfault` for the doubles, serde_json, rcgen for
@@ -27,6 +28,8 @@ mod huge_pages;
 #[cfg(loom)]
 pub mod model;
 pub mod process;
+#[cfg(feature = "qemu")]
+pub mod qemu;
 pub mod rv64;
 pub mod shaper;
 mod skip;
@@ -124,9 +127,8 @@ pub fn rotating_seeds(variable: &str, count: u64, all: u64) -> Range<u64> {
 #[must_use]
 pub fn rotation() -> u64 {
     std::env::var("PAGEFERRY_ROTATION").map_or(0, |text| {
-        text.parse().unwrap_or_else(|_| {
-            panic!("PAGEFERRY_ROTATION is '{text}': expected a whole number")
-        })
+        text.parse()
+            .unwrap_or_else(|_| panic!("PAGEFERRY_ROTATION is '{text}': expected a whole number"))
     })
 }
 

@@ -37,9 +37,9 @@ mod ticket;
 mod watched;
 mod way;
 
-pub use page::{figure, page};
-pub use report::{Cell, DemandReport, Unmeasured};
-pub use setting::{DemandSetting, Paging};
+pub(crate) use page::{figure, page};
+pub(crate) use report::{Cell, DemandReport, Unmeasured};
+pub(crate) use setting::{DemandSetting, Paging};
 
 pub(crate) use missing::Serving;
 pub(crate) use plan::Plan;
@@ -65,7 +65,7 @@ use way::{Way, WaySamples, ways};
 /// The MMU's locking of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Scheme {
+pub(crate) enum Scheme {
     /// Faults run in parallel: the hypervisor as it is.
     Parallel,
     /// One exclusive lock is held for each fault, as in KVM before it took faults in parallel. Any
@@ -76,11 +76,11 @@ pub enum Scheme {
 
 impl Scheme {
     /// Both schemes.
-    pub const ALL: [Self; 2] = [Self::Parallel, Self::Serialised];
+    pub(crate) const ALL: [Self; 2] = [Self::Parallel, Self::Serialised];
 
     /// The name in tables.
     #[must_use]
-    pub const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Parallel => "parallel",
             Self::Serialised => "serialised",
@@ -105,7 +105,7 @@ pub(crate) fn cores() -> u32 {
 /// [`BenchError::WrongValue`] if a page does not hold the stored value. [`BenchError::Setting`] if
 /// these settings cannot be measured. [`MachineError::NoDelivery`] if no engine has the wanted
 /// [`Paging`]. Other errors if the host refuses something.
-pub fn demand_paging(
+pub(crate) fn demand_paging(
     setting: &DemandSetting,
     progress: &mut dyn FnMut(&str),
 ) -> Result<DemandReport, BenchError> {

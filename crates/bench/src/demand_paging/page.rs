@@ -1,15 +1,14 @@
 //! The HTML page and the figure of `bench demand-paging`: measured figures.
 
 use super::{Cell, DemandReport};
-use crate::kit::charts::{self, Line, Linear};
-use crate::kit::{self, escape, scrolling};
+use pageferry_charts::{self as charts, Line, Linear, escape, scrolling};
 use std::fmt::Write;
 
 /// Pages per second over numbers of vCPUs: a chart for each engine, and the table.
 ///
 /// # Errors
 /// The drawing library's error.
-pub fn page(report: &DemandReport) -> Result<String, String> {
+pub(crate) fn page(report: &DemandReport) -> Result<String, String> {
     let mut body = String::new();
     for engine in ["kvm", "soft"] {
         let lines = lines(report, Some(engine));
@@ -28,14 +27,14 @@ pub fn page(report: &DemandReport) -> Result<String, String> {
         "<h2>All figures</h2>\n<pre>{}</pre>",
         escape(&report.to_string())
     );
-    Ok(kit::page("Demand paging", about, &body, ""))
+    Ok(charts::page("Demand paging", about, &body, ""))
 }
 
 /// One chart of all engines, as SVG.
 ///
 /// # Errors
 /// The drawing library's error.
-pub fn figure(report: &DemandReport) -> Result<String, String> {
+pub(crate) fn figure(report: &DemandReport) -> Result<String, String> {
     let title = (
         "First touches of memory: pages per second, all vCPUs together",
         "Medians, measured. A line's name is the engine and the delivery of faults on missing pages.",

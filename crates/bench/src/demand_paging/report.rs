@@ -13,87 +13,87 @@ pub(super) const NOISY: f64 = 0.30;
 
 /// The figures of one engine, delivery and scheme with one number of vCPUs.
 #[derive(Clone, Debug, Serialize)]
-pub struct Cell {
+pub(crate) struct Cell {
     /// The engine: `soft` or `kvm`.
-    pub engine: &'static str,
+    pub(crate) engine: &'static str,
     /// The delivery of faults on missing pages. `none`: no page was missing.
-    pub delivery: &'static str,
+    pub(crate) delivery: &'static str,
     /// The MMU's locking of faults; unknown on KVM.
-    pub scheme: Option<Scheme>,
+    pub(crate) scheme: Option<Scheme>,
     /// Delivery, readers and scheme in words.
-    pub mode: String,
+    pub(crate) mode: String,
     /// The number of threads that read fault events; none if faults are exits.
-    pub readers: Option<u32>,
+    pub(crate) readers: Option<u32>,
     /// The number of vCPUs.
-    pub vcpus: u32,
+    pub(crate) vcpus: u32,
     /// The number of pages that each vCPU touched.
-    pub pages_each: u64,
+    pub(crate) pages_each: u64,
     /// The number of different pages that all vCPUs touched. With overlap it is smaller than the
     /// number of touches.
-    pub pages: u64,
+    pub(crate) pages: u64,
     /// Touches per second of all vCPUs together.
-    pub pages_per_s: Figure,
+    pub(crate) pages_per_s: Figure,
     /// Touches per second of one vCPU over its own time: the median of the vCPUs.
-    pub pages_per_s_vcpu: Figure,
+    pub(crate) pages_per_s_vcpu: Figure,
     /// Core time of a touch in nanoseconds. It includes the guest's own instructions.
-    pub ns_per_touch: Figure,
+    pub(crate) ns_per_touch: Figure,
     /// The median time from a fault on a missing page to the vCPU's next, in microseconds, as the
     /// serving threads see both. It contains the installation, the resumption, the repeated store,
     /// and the delivery of the next fault. None if no page was missing, and with overlap.
-    pub fault_us_p50: Option<Figure>,
+    pub(crate) fault_us_p50: Option<Figure>,
     /// The 99th percentile of the same times.
-    pub fault_us_p99: Option<Figure>,
+    pub(crate) fault_us_p99: Option<Figure>,
     /// The time that the passes of a sample took together, in seconds.
-    pub sample_s: Figure,
+    pub(crate) sample_s: Figure,
     /// The spread of `pages_per_s`: largest less smallest sample, in percent of the median.
-    pub spread_percent: f64,
+    pub(crate) spread_percent: f64,
     /// Whether the spread is above 30 percent.
-    pub noisy: bool,
+    pub(crate) noisy: bool,
     /// The median of `pages_per_s` divided by that of the fewest vCPUs, with the same engine,
     /// delivery, readers and scheme.
-    pub scaling: f64,
+    pub(crate) scaling: f64,
 }
 
 impl Cell {
     /// Touches per second of all vCPUs, divided by their number: the rate of `demand_paging_test`.
     #[must_use]
-    pub fn test_rate(&self) -> f64 {
+    pub(crate) fn test_rate(&self) -> f64 {
         self.pages_per_s.median / f64::from(self.vcpus)
     }
 }
 
 /// A measurement that this host cannot make.
 #[derive(Clone, Debug, Serialize)]
-pub struct Unmeasured {
+pub(crate) struct Unmeasured {
     /// The measurement.
-    pub what: String,
+    pub(crate) what: String,
     /// The reason.
-    pub why: String,
+    pub(crate) why: String,
 }
 
 /// The results of a run. All of them are measured.
 #[derive(Clone, Debug, Serialize)]
-pub struct DemandReport {
+pub(crate) struct DemandReport {
     /// Always `false`: no figure is modelled.
-    pub modelled: bool,
+    pub(crate) modelled: bool,
     /// The figures, by engine, number of vCPUs, delivery and scheme.
-    pub cells: Vec<Cell>,
+    pub(crate) cells: Vec<Cell>,
     /// The same figures in the form of the other benchmarks.
-    pub rows: Vec<Row>,
+    pub(crate) rows: Vec<Row>,
     /// The measurements that this host cannot make.
-    pub unmeasured: Vec<Unmeasured>,
+    pub(crate) unmeasured: Vec<Unmeasured>,
     /// Whether every vCPU touched all pages.
-    pub overlap: bool,
+    pub(crate) overlap: bool,
     /// The memory behind the guests.
-    pub backing: &'static str,
+    pub(crate) backing: &'static str,
     /// The number of pages that were installed at a fault, at most.
-    pub around: u64,
+    pub(crate) around: u64,
     /// The time that a thread slept before it installed a missing page, in microseconds.
-    pub delay_us: u64,
+    pub(crate) delay_us: u64,
     /// The number of cores that this process may use.
-    pub cores: u32,
+    pub(crate) cores: u32,
     /// The length of the run, in seconds.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
     #[serde(skip)]
     pub(super) tables: bool,
     #[serde(skip)]
@@ -220,7 +220,7 @@ impl DemandReport {
     }
 
     /// The cells of one engine and mode, by ascending number of vCPUs.
-    pub fn of(&self, engine: &str, mode: &str) -> impl Iterator<Item = &Cell> {
+    pub(crate) fn of(&self, engine: &str, mode: &str) -> impl Iterator<Item = &Cell> {
         self.cells
             .iter()
             .filter(move |cell| cell.engine == engine && cell.mode == mode)

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 /// The ways in which pages come that a run measures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Paging {
+pub(crate) enum Paging {
     /// All ways of the engine.
     All,
     /// All ways of the engine. Those with fault events are measured twice: with one reader, and
@@ -56,38 +56,38 @@ impl Paging {
 
 /// The settings of the benchmark.
 #[derive(Clone, Debug)]
-pub struct DemandSetting {
+pub(crate) struct DemandSetting {
     /// The engines to measure.
-    pub engines: Vec<Engine>,
+    pub(crate) engines: Vec<Engine>,
     /// The numbers of vCPUs, each from 1 to [`Self::MAX_VCPUS`].
-    pub vcpus: Vec<u32>,
+    pub(crate) vcpus: Vec<u32>,
     /// Bytes for each vCPU, a multiple of the page size. By default 16 MiB on the soft engine, and
     /// 1 MiB on KVM, because its faults take longer (4 MiB to compare readers).
-    pub memory_per_vcpu: Option<u64>,
+    pub(crate) memory_per_vcpu: Option<u64>,
     /// Whether every vCPU touches all pages.
-    pub overlap: bool,
+    pub(crate) overlap: bool,
     /// The number of pages that are installed at a fault: the aligned block of this size around the
     /// page, as far as it is missing. From 1 to [`Self::MAX_AROUND`].
-    pub around: u64,
+    pub(crate) around: u64,
     /// The number of samples of each figure, at least 1.
-    pub repeat: u32,
+    pub(crate) repeat: u32,
     /// The least time of a sample: passes are repeated until they have taken it together.
-    pub sample: Duration,
+    pub(crate) sample: Duration,
     /// The ways to measure.
-    pub paging: Paging,
+    pub(crate) paging: Paging,
     /// The number of threads that read fault events, at least 1. [`Paging::Tables`] chooses its
     /// own.
-    pub readers: u32,
+    pub(crate) readers: u32,
     /// Whether to measure several kinds of readers side by side, each against a loop that reads one
     /// message at a time and never spins. `readers` does not count then.
-    pub compare_readers: bool,
+    pub(crate) compare_readers: bool,
     /// The memory behind the guests. Pages of a pool are not possible: they are mapped whole, and
     /// this brings small ones.
-    pub backing: Backing,
+    pub(crate) backing: Backing,
     /// The time that a thread sleeps before it installs a missing page: a simulated fetch.
-    pub delay: Duration,
+    pub(crate) delay: Duration,
     /// Whether the text also has the lines of `demand_paging_test`.
-    pub selftest_lines: bool,
+    pub(crate) selftest_lines: bool,
 }
 
 impl Default for DemandSetting {
@@ -113,14 +113,14 @@ impl Default for DemandSetting {
 
 impl DemandSetting {
     /// The largest number of vCPUs in a guest.
-    pub const MAX_VCPUS: u32 = pageferry_guest::MAX_VCPUS;
+    pub(crate) const MAX_VCPUS: u32 = pageferry_guest::MAX_VCPUS;
 
     /// The largest block of pages that are installed together: 2 MiB.
-    pub const MAX_AROUND: u64 = PageSize::Size2M.pages();
+    pub(crate) const MAX_AROUND: u64 = PageSize::Size2M.pages();
 
     /// Bytes for each vCPU on `engine`.
     #[must_use]
-    pub fn memory_on(&self, engine: Engine) -> u64 {
+    pub(crate) fn memory_on(&self, engine: Engine) -> u64 {
         self.memory_per_vcpu.unwrap_or(match engine {
             Engine::Soft => 16 << 20,
             // Two userfaultfds need 4 MiB.
@@ -133,7 +133,7 @@ impl DemandSetting {
     ///
     /// # Errors
     /// If that is more than a guest can address.
-    pub fn largest_bytes(&self) -> Result<u64, BenchError> {
+    pub(crate) fn largest_bytes(&self) -> Result<u64, BenchError> {
         let mut largest = 0;
         for &engine in &self.engines {
             for &vcpus in &self.vcpus {

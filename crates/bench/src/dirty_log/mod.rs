@@ -17,8 +17,8 @@
 mod logged_vm;
 mod report;
 
-pub use pageferry_hypervisor::DirtyBy;
-pub use report::{Cell, DirtyLogReport, SpeedupVerdict};
+pub(crate) use pageferry_hypervisor::DirtyBy;
+pub(crate) use report::DirtyLogReport;
 
 use crate::BenchError;
 use crate::serialised::Serialised;
@@ -28,17 +28,17 @@ use serde::Serialize;
 
 /// The settings of the benchmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Config {
+pub(crate) struct Config {
     /// The number of vCPUs. Each has a thread.
-    pub vcpus: u32,
+    pub(crate) vcpus: u32,
     /// The number of 4 KiB pages for each vCPU.
-    pub pages: u64,
+    pub(crate) pages: u64,
     /// The repetitions of *dirty*, *get* and *clear* in each round.
-    pub iterations: u32,
+    pub(crate) iterations: u32,
     /// The number of rounds with each MMU.
-    pub rounds: u32,
+    pub(crate) rounds: u32,
     /// The way the log learns of writes.
-    pub dirty_by: DirtyBy,
+    pub(crate) dirty_by: DirtyBy,
 }
 
 impl Default for Config {
@@ -57,7 +57,7 @@ impl Default for Config {
 /// The pages that each vCPU writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Pattern {
+pub(crate) enum Pattern {
     /// Each vCPU writes its own part.
     Partitioned,
     /// Each vCPU writes every page.
@@ -66,13 +66,13 @@ pub enum Pattern {
 
 impl Pattern {
     /// Both patterns.
-    pub const ALL: [Self; 2] = [Self::Partitioned, Self::Overlapping];
+    pub(crate) const ALL: [Self; 2] = [Self::Partitioned, Self::Overlapping];
 }
 
 /// A phase of the test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Phase {
+pub(crate) enum Phase {
     /// The first write to every page.
     Populate,
     /// Logging is turned on.
@@ -89,7 +89,7 @@ pub enum Phase {
 
 impl Phase {
     /// All phases, in the order of the test.
-    pub const ALL: [Self; 6] = [
+    pub(crate) const ALL: [Self; 6] = [
         Self::Populate,
         Self::Enable,
         Self::Dirty,
@@ -104,7 +104,10 @@ impl Phase {
 /// # Errors
 /// If the host refuses memory or a thread, or a log does not name exactly the pages that were
 /// written.
-pub fn run(config: Config, progress: &mut dyn FnMut(&str)) -> Result<DirtyLogReport, BenchError> {
+pub(crate) fn run(
+    config: Config,
+    progress: &mut dyn FnMut(&str),
+) -> Result<DirtyLogReport, BenchError> {
     let host = logged_vm::host(&config)?;
     let mut report = DirtyLogReport::new(config);
     for pattern in Pattern::ALL {

@@ -10,44 +10,44 @@ use std::fmt;
 
 /// The figures of one phase with one pattern.
 #[derive(Clone, Debug, Serialize)]
-pub struct Cell {
+pub(crate) struct Cell {
     /// The pages that each vCPU wrote.
-    pub pattern: Pattern,
+    pub(crate) pattern: Pattern,
     /// The phase.
-    pub phase: Phase,
+    pub(crate) phase: Phase,
     /// Milliseconds with one lock around every fault and sweep.
-    pub serialised_ms: Figure,
+    pub(crate) serialised_ms: Figure,
     /// Milliseconds with the parallel MMU.
-    pub parallel_ms: Figure,
+    pub(crate) parallel_ms: Figure,
     /// The median of `serialised_ms` divided by that of `parallel_ms`. Above 1: the parallel MMU is
     /// faster.
-    pub speedup: f64,
+    pub(crate) speedup: f64,
 }
 
 /// A lower bound on a speed-up, and whether the run met it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct SpeedupVerdict {
+pub(crate) struct SpeedupVerdict {
     /// Pattern and phase.
-    pub name: String,
+    pub(crate) name: String,
     /// The smallest speed-up that meets the bound.
-    pub at_least: f64,
+    pub(crate) at_least: f64,
     /// The speed-up of this run.
-    pub speedup: f64,
+    pub(crate) speedup: f64,
     /// Whether `speedup` is at least `at_least`.
-    pub holds: bool,
+    pub(crate) holds: bool,
 }
 
 /// The results of a run.
 #[derive(Clone, Debug, Serialize)]
-pub struct DirtyLogReport {
+pub(crate) struct DirtyLogReport {
     /// The figures, by pattern and then in the order of the phases.
-    pub cells: Vec<Cell>,
+    pub(crate) cells: Vec<Cell>,
     /// A verdict for each of `cells`.
-    pub verdicts: Vec<SpeedupVerdict>,
+    pub(crate) verdicts: Vec<SpeedupVerdict>,
     /// The way the log learned of writes: `write_protection` or `dirty_bits`.
-    pub dirty_by: &'static str,
+    pub(crate) dirty_by: &'static str,
     /// The conditions of the run.
-    pub conditions: Conditions,
+    pub(crate) conditions: Conditions,
 }
 
 /// The smallest speed-up that counts as "no slower": two runs of the same code differ this much on

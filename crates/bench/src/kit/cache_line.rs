@@ -6,7 +6,7 @@ use std::ops::Deref;
 /// x86-64 processors prefetch lines in pairs.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub struct CacheLine<T>(pub T);
+pub(crate) struct CacheLine<T>(pub T);
 
 impl<T> Deref for CacheLine<T> {
     type Target = T;

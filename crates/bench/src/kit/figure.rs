@@ -5,18 +5,18 @@ use serde::Serialize;
 /// Samples of one figure, all in the same unit. The unit is in the name of the variable or field
 /// that holds them. Samples are finite.
 #[derive(Clone, Debug, Default)]
-pub struct Samples(Vec<f64>);
+pub(crate) struct Samples(Vec<f64>);
 
 impl Samples {
     /// Adds a sample.
-    pub fn push(&mut self, sample: f64) {
+    pub(crate) fn push(&mut self, sample: f64) {
         self.0.push(sample);
     }
 
     /// The sample at quantile `q` of the sorted samples (nearest rank). `q` is from 0.0 to 1.0.
     /// Without samples the result is 0.0.
     #[must_use]
-    pub fn quantile(&self, q: f64) -> f64 {
+    pub(crate) fn quantile(&self, q: f64) -> f64 {
         let mut sorted = self.0.clone();
         sorted.sort_unstable_by(f64::total_cmp);
         let last = sorted.len().saturating_sub(1);
@@ -29,25 +29,25 @@ impl Samples {
     /// The sample at quantile 0.5. Of an even number of samples it is the upper of the two middle
     /// ones.
     #[must_use]
-    pub fn median(&self) -> f64 {
+    pub(crate) fn median(&self) -> f64 {
         self.quantile(0.5)
     }
 
     /// The mean. Without samples it is 0.0.
     #[must_use]
-    pub fn mean(&self) -> f64 {
+    pub(crate) fn mean(&self) -> f64 {
         self.0.iter().sum::<f64>() / self.len().max(1) as f64
     }
 
     /// The number of samples.
     #[must_use]
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
     /// Whether there are no samples.
     #[must_use]
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
@@ -60,21 +60,21 @@ impl FromIterator<f64> for Samples {
 
 /// The summary of samples: median and range. The unit is in the name of the field that holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Figure {
+pub(crate) struct Figure {
     /// The median of the samples.
-    pub median: f64,
+    pub(crate) median: f64,
     /// The smallest sample.
-    pub min: f64,
+    pub(crate) min: f64,
     /// The largest sample.
-    pub max: f64,
+    pub(crate) max: f64,
     /// The number of samples.
-    pub samples: usize,
+    pub(crate) samples: usize,
 }
 
 impl Figure {
     /// Summarises `samples`. Without samples all values are 0.
     #[must_use]
-    pub fn of(samples: &Samples) -> Self {
+    pub(crate) fn of(samples: &Samples) -> Self {
         Self {
             median: samples.median(),
             min: samples.quantile(0.0),
@@ -87,13 +87,13 @@ impl Figure {
     /// median is 0.
     ///
     /// ```
-    /// use pageferry_bench::kit::{Figure, Samples};
+    /// use crate::kit::{Figure, Samples};
     ///
     /// let samples = Samples::from_iter([90.0, 100.0, 140.0]);
     /// assert_eq!(Figure::of(&samples).spread(), 0.5);
     /// ```
     #[must_use]
-    pub fn spread(&self) -> f64 {
+    pub(crate) fn spread(&self) -> f64 {
         if self.median == 0.0 {
             return 0.0;
         }

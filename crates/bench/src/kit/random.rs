@@ -2,19 +2,19 @@
 
 /// A xorshift64* generator (Vigna 2016). Not for secrets.
 #[derive(Clone, Debug)]
-pub struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
     /// A generator seeded with `seed`. The same seed gives the same sequence on every host. Seeds
     /// that differ in bit 0 only give the same sequence.
     #[must_use]
-    pub const fn new(seed: u64) -> Self {
+    pub(crate) const fn new(seed: u64) -> Self {
         // A state of zero would stay zero.
         Self(seed ^ 0x9e37_79b9_7f4a_7c15 | 1)
     }
 
     /// The next 64 bits.
-    pub const fn next(&mut self) -> u64 {
+    pub(crate) const fn next(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
@@ -25,18 +25,18 @@ impl Random {
     ///
     /// # Panics
     /// If `bound` is 0.
-    pub fn below(&mut self, bound: u64) -> u64 {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
         assert!(bound > 0, "no number is below zero");
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
     }
 
     /// A number above 0.0 and at most 1.0, in steps of 2^-53.
-    pub const fn unit(&mut self) -> f64 {
+    pub(crate) const fn unit(&mut self) -> f64 {
         ((self.next() >> 11) + 1) as f64 / (1_u64 << 53) as f64
     }
 
     /// Shuffles `items` (Fisher and Yates).
-    pub fn shuffle<T>(&mut self, items: &mut [T]) {
+    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last as u64 + 1) as usize);
         }

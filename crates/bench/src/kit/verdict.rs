@@ -5,26 +5,31 @@ use std::fmt;
 
 /// An upper bound on one figure, and whether the run met it.
 #[derive(Clone, Debug, Serialize)]
-pub struct Verdict {
+pub(crate) struct Verdict {
     /// The name of the figure.
-    pub name: String,
+    pub(crate) name: String,
     /// The number of memory slots, if the figure is of slots.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub slots: Option<u32>,
+    pub(crate) slots: Option<u32>,
     /// The largest figure that meets the bound, in `unit`.
-    pub limit: f64,
+    pub(crate) limit: f64,
     /// The figure of this run, in `unit`.
-    pub measured: f64,
+    pub(crate) measured: f64,
     /// The unit of `limit` and `measured`: `ns`, `ms`, or `x` for a ratio of two figures.
-    pub unit: &'static str,
+    pub(crate) unit: &'static str,
     /// Whether `measured` is at most `limit`.
-    pub met: bool,
+    pub(crate) met: bool,
 }
 
 impl Verdict {
     /// Judges `measured` by `limit`, both in `unit`.
     #[must_use]
-    pub fn new(name: impl Into<String>, limit: f64, measured: f64, unit: &'static str) -> Self {
+    pub(crate) fn new(
+        name: impl Into<String>,
+        limit: f64,
+        measured: f64,
+        unit: &'static str,
+    ) -> Self {
         Self {
             name: name.into(),
             slots: None,
@@ -37,7 +42,7 @@ impl Verdict {
 
     /// The same verdict, for `slots` memory slots.
     #[must_use]
-    pub fn with_slots(self, slots: u32) -> Self {
+    pub(crate) fn with_slots(self, slots: u32) -> Self {
         Self {
             slots: Some(slots),
             ..self

@@ -8,16 +8,17 @@
 use super::lines::{Line, Splitter, parse};
 use super::moved::{LINES, WARM_UP};
 use super::{Guest, LinuxSetting};
-use crate::qemu::{KernelMachine, KernelSpec, Qemu};
-use crate::scratch::Scratch;
+use crate::error::{os, scratch};
 use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples};
 use pageferry_machine::kvm;
+use pageferry_testkit::qemu::{KernelMachine, KernelSpec, Qemu};
 use serde_json::Value;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 
 const VCPUS: u32 = 2;
 /// The longest wait for a part of a move. An emulated host takes minutes.
@@ -32,11 +33,11 @@ const READS: Duration = Duration::from_secs(5);
 
 /// The settings of Linux on KVM, beside those of every run.
 #[derive(Clone, Debug)]
-pub struct KvmSetting {
+pub(crate) struct KvmSetting {
     /// The memory of the guests that move, in bytes.
-    pub memory_bytes: u64,
+    pub(crate) memory_bytes: u64,
     /// The taps of Linux's network, at each end.
-    pub taps: Option<[String; 2]>,
+    pub(crate) taps: Option<[String; 2]>,
 }
 
 /// The times of the moves of one guest.
@@ -62,7 +63,7 @@ impl Times {
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn linux_on_kvm(
+pub(crate) fn linux_on_kvm(
     setting: &LinuxSetting,
     kvm: &KvmSetting,
     stop: &(dyn Fn() -> bool + Sync),
@@ -88,7 +89,7 @@ pub fn linux_on_kvm(
             theirs.push(bench.move_qemus(qemu)?);
         }
         doing("reading a disk");
-        let scratch = Scratch::new()?;
+        let scratch = scratch()?;
         let disk = write_disk(&scratch)?;
         let (reads, exit_us) = bench.guest_reads(&scratch, &disk)?;
         guest_reads.push(reads);
@@ -141,10 +142,10 @@ impl Bench<'_> {
     /// Moves a VM of ours: Linux with this command line, or the test guest. Returns what [`Times`]
     /// has.
     fn move_ours(&self, linux: Option<&str>) -> Result<[f64; 3], BenchError> {
-        let scratch = Scratch::new()?;
+        let scratch = scratch()?;
         let disk = linux.map(|_| write_disk(&scratch)).transpose()?;
-        let (here, there) = (scratch.path("here"), scratch.path("there"));
-        let consoles = ["console-here", "console-there"].map(|name| scratch.path(name));
+        let (here, there) = (scratch.path().join("here"), scratch.path().join("there"));
+        let consoles = ["console-here", "console-there"].map(|name| scratch.path().join(name));
         let devices = |command: &mut Command, side: usize| {
             if let Some(disk) = &disk {
                 command.arg("--disk").arg(disk);
@@ -173,7 +174,7 @@ impl Bench<'_> {
             self.listen_to(&consoles[0], 2 * LINES, &mut || source.check())?;
         }
         self.warm_up()?;
-        let at = format!("unix:{}", scratch.path("in").display());
+        let at = format!("unix:{}", scratch.path().join("in").display());
         let destination = self.start(&scratch, "receive", |command| {
             command.args(["--listen", &at, "--json", "--control"]);
             command.arg(&there);
@@ -182,7 +183,7 @@ impl Bench<'_> {
         let mut destination = destination?;
         self.wait_for("the destination", || {
             destination.check()?;
-            Ok(scratch.path("in").exists().then_some(()))
+            Ok(scratch.path().join("in").exists().then_some(()))
         })?;
         let migrate = self.start(&scratch, "migrate", |command| {
             command.args(["--to", &at, "--precopy-passes", "1", "--json", "--vm"]);
@@ -219,12 +220,12 @@ impl Bench<'_> {
             memory_bytes: self.kvm.memory_bytes,
         };
         let mut machine = KernelMachine::boot(qemu, &spec)?;
-        self.listen_to(&machine.console(), 2 * LINES, &mut || machine.check())?;
+        self.listen_to(&machine.console(), 2 * LINES, &mut || Ok(machine.check()?))?;
         self.warm_up()?;
         let late = Instant::now() + LIMIT;
         let go_on = || self.go_on(late, "a move of QEMU");
         let (mut there, took) = machine.moved(qemu, &spec, &go_on)?;
-        self.listen_to(&there.console(), LINES, &mut || there.check())?;
+        self.listen_to(&there.console(), LINES, &mut || Ok(there.check()?))?;
         let stalls: Samples = took
             .traced
             .stalls
@@ -235,8 +236,8 @@ impl Bench<'_> {
     }
 
     /// The blocks of the disk that Linux reads in a second, and the microseconds of an exit.
-    fn guest_reads(&self, scratch: &Scratch, disk: &Path) -> Result<(f64, f64), BenchError> {
-        let console = scratch.path("console");
+    fn guest_reads(&self, scratch: &TempDir, disk: &Path) -> Result<(f64, f64), BenchError> {
+        let console = scratch.path().join("console");
         let seconds = READS.as_secs();
         let line = format!("console=ttyS0 panic=-1 quiet pf=reads pf_seconds={seconds}");
         let run = self.start(scratch, "run", |command| {
@@ -269,14 +270,14 @@ impl Bench<'_> {
         command.args(["--cmdline", line]);
     }
 
-    /// Starts a command of this program.
+    /// Starts a command of `pageferry`, which is beside this program.
     fn start(
         &self,
-        scratch: &Scratch,
+        scratch: &TempDir,
         name: &'static str,
         more: impl FnOnce(&mut Command),
     ) -> Result<Process, BenchError> {
-        let mut command = Command::new(&self.setting.executable);
+        let mut command = Command::new(self.setting.executable.with_file_name("pageferry"));
         command.arg(name);
         more(&mut command);
         Process::start(command, name, scratch)
@@ -410,13 +411,11 @@ impl Process {
     fn start(
         mut command: Command,
         name: &'static str,
-        scratch: &Scratch,
+        scratch: &TempDir,
     ) -> Result<Self, BenchError> {
-        let [output, errors] = ["out", "err"].map(|kind| scratch.path(&format!("{name}-{kind}")));
-        let os = |source| BenchError::Os {
-            what: "cannot start another process",
-            source,
-        };
+        let [output, errors] =
+            ["out", "err"].map(|kind| scratch.path().join(format!("{name}-{kind}")));
+        let os = os("cannot start another process");
         let child = command
             .stdin(Stdio::null())
             .stdout(File::create(&output).map_err(os)?)
@@ -471,23 +470,17 @@ fn text_of(path: &Path) -> Vec<u8> {
 }
 
 /// Writes a disk whose blocks differ.
-fn write_disk(scratch: &Scratch) -> Result<PathBuf, BenchError> {
-    let path = scratch.path("disk");
+fn write_disk(scratch: &TempDir) -> Result<PathBuf, BenchError> {
+    let path = scratch.path().join("disk");
     let bytes: Vec<u8> = (0..DISK / 8).flat_map(u64::to_le_bytes).collect();
-    std::fs::write(&path, bytes).map_err(|source| BenchError::Os {
-        what: "cannot write a disk",
-        source,
-    })?;
+    std::fs::write(&path, bytes).map_err(os("cannot write a disk"))?;
     Ok(path)
 }
 
 /// The blocks of the disk that a thread reads in a second, in the order of the guest's first
 /// reader.
 fn host_reads_of(disk: &Path) -> Result<f64, BenchError> {
-    let os = |source| BenchError::Os {
-        what: "cannot read the disk",
-        source,
-    };
+    let os = os("cannot read the disk");
     let file = File::open(disk).map_err(os)?;
     let (mut x, mut reads, mut block) = (0_u64, 0_u64, [0; BLOCK]);
     let start = Instant::now();

@@ -21,15 +21,15 @@ mod moved;
 mod qemu;
 mod soft;
 
-use crate::qemu::Qemu;
 use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples};
 use bare::{BareLoop, INSTRUCTIONS, ROUNDS};
 use figures::Figures;
-pub use kvm::{KvmSetting, linux_on_kvm};
+pub(crate) use kvm::{KvmSetting, linux_on_kvm};
 use lines::Task;
 use moved::Moves;
 pub(crate) use moved::source;
 use pageferry_machine::Linux;
+use pageferry_testkit::qemu::Qemu;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -47,28 +47,28 @@ const BARE: &str = "bare.loop";
 
 /// The settings of a run.
 #[derive(Clone, Debug)]
-pub struct LinuxSetting {
+pub(crate) struct LinuxSetting {
     /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
-    pub executable: PathBuf,
+    pub(crate) executable: PathBuf,
     /// The kernel's file: a riscv64 `Image`, or for KVM a `bzImage`.
-    pub kernel: PathBuf,
+    pub(crate) kernel: PathBuf,
     /// The file of its initial RAM disk, with the first process of `lab/guest-linux`.
-    pub initrd: PathBuf,
+    pub(crate) initrd: PathBuf,
     /// The QEMU to measure beside.
-    pub qemu: Option<PathBuf>,
+    pub(crate) qemu: Option<PathBuf>,
     /// The rounds, at least 1. Each gives one sample of each figure.
-    pub rounds: u32,
+    pub(crate) rounds: u32,
     /// The minutes for which Linux works at the end, at least 2. `None`: it does not.
-    pub busy_minutes: Option<u32>,
+    pub(crate) busy_minutes: Option<u32>,
 }
 
 impl LinuxSetting {
     /// QEMU's name in the search path, as Debian names it.
-    pub const QEMU: &str = crate::qemu::PROGRAM;
+    pub(crate) const QEMU: &str = pageferry_testkit::qemu::PROGRAM;
     /// The name of the QEMU that runs guests on KVM.
-    pub const QEMU_ON_KVM: &str = "qemu-system-x86_64";
+    pub(crate) const QEMU_ON_KVM: &str = "qemu-system-x86_64";
     /// The rounds of a full run.
-    pub const ROUNDS: u32 = 7;
+    pub(crate) const ROUNDS: u32 = 7;
 }
 
 /// The guest's files.
@@ -129,7 +129,7 @@ impl Conditions<'_> {
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn linux(
+pub(crate) fn linux(
     setting: &LinuxSetting,
     stop: &(dyn Fn() -> bool + Sync),
     progress: &mut dyn FnMut(&str),

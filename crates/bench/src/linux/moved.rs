@@ -111,7 +111,7 @@ impl Conditions<'_> {
             self.go_on(deadline, "a move of a VM")?;
         }
         let (report, vm) = moved?;
-        let sent = peer.read_figures()?;
+        let sent = peer.figures::<crate::peer::SourceFigures>()?;
         let first = report
             .first_instruction
             .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;

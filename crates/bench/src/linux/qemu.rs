@@ -7,7 +7,7 @@
 use super::figures::{Figures, Listener};
 use super::{Conditions, MEASURE, MEMORY};
 use crate::BenchError;
-use crate::qemu::Qemu;
+use pageferry_testkit::qemu::Qemu;
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};

@@ -40,9 +40,9 @@ mod report;
 #[cfg(test)]
 mod tests;
 
-pub use parts::Parts;
-pub use queue::{Lock, QueueTimes, Spread, Step, System};
-pub use report::{ModelReport, figure, page};
+pub(crate) use parts::Parts;
+pub(crate) use queue::{Lock, QueueTimes, Spread, Step, System};
+pub(crate) use report::{ModelReport, figure, page};
 
 use crate::demand_paging::{HostRam, Plan, Scheme, Serving, in_order_touch, soft_touch};
 use crate::kit::Figure;
@@ -63,19 +63,19 @@ const MAX_SIMULATED: u32 = 2048;
 
 /// The figures of the talk, which are not measured or modelled here.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Talk {
+pub(crate) struct Talk {
     /// The vCPUs of the VM.
-    pub vcpus: u32,
+    pub(crate) vcpus: u32,
     /// The share of time that vCPUs waited for KVM's MMU lock with serialised faults, in percent.
-    pub waiting_percent: f64,
+    pub(crate) waiting_percent: f64,
     /// The share of time that parallel faults saved, in percent.
-    pub saved_percent: f64,
+    pub(crate) saved_percent: f64,
     /// The source of these figures.
-    pub source: &'static str,
+    pub(crate) source: &'static str,
 }
 
 /// A talk on the same change in KVM.
-pub const TALK: Talk = Talk {
+pub(crate) const TALK: Talk = Talk {
     vcpus: 416,
     waiting_percent: 98.0,
     saved_percent: 89.0,
@@ -84,19 +84,19 @@ pub const TALK: Talk = Talk {
 
 /// The settings of the model.
 #[derive(Clone, Debug)]
-pub struct ModelSetting {
+pub(crate) struct ModelSetting {
     /// The numbers of vCPUs to model, each at least 1.
-    pub vcpus: Vec<u32>,
+    pub(crate) vcpus: Vec<u32>,
     /// Bytes for each vCPU, a multiple of the page size. The real runs use it as well.
-    pub memory_per_vcpu: u64,
+    pub(crate) memory_per_vcpu: u64,
     /// Bytes that all vCPUs touch together, a multiple of the page size.
-    pub total_memory: u64,
+    pub(crate) total_memory: u64,
     /// The number of samples of each input, at least 1.
-    pub repeat: u32,
+    pub(crate) repeat: u32,
     /// The distribution of single times around the measured means.
-    pub spread: Spread,
+    pub(crate) spread: Spread,
     /// The seed of the random numbers.
-    pub seed: u64,
+    pub(crate) seed: u64,
 }
 
 impl Default for ModelSetting {
@@ -117,7 +117,7 @@ impl Default for ModelSetting {
 /// The state of the pages before the touch, and their delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum PageDelivery {
+pub(crate) enum PageDelivery {
     /// Host memory is allocated: one fault per page.
     None,
     /// The page is missing: a fault, an exit, a copy of 4 KiB on the vCPU's thread, and a second
@@ -127,11 +127,11 @@ pub enum PageDelivery {
 
 impl PageDelivery {
     /// Both deliveries.
-    pub const ALL: [Self; 2] = [Self::None, Self::Exit];
+    pub(crate) const ALL: [Self; 2] = [Self::None, Self::Exit];
 
     /// The name in tables and in JSON.
     #[must_use]
-    pub const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::None => "none",
             Self::Exit => "exit",
@@ -185,65 +185,65 @@ fn lock(scheme: Scheme, parts: &Parts, steps: usize) -> Lock {
 
 /// The figures of one scheme with one number of vCPUs. Modelled.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct SchemeFigures {
+pub(crate) struct SchemeFigures {
     /// Seconds until each vCPU has touched [`ModelSetting::memory_per_vcpu`].
-    pub seconds: f64,
+    pub(crate) seconds: f64,
     /// Pages per second of all vCPUs together.
-    pub pages_per_s: f64,
+    pub(crate) pages_per_s: f64,
     /// The share of the vCPUs' time spent waiting for the MMU lock, in percent.
-    pub waiting_percent: f64,
+    pub(crate) waiting_percent: f64,
     /// Seconds until all vCPUs together have touched [`ModelSetting::total_memory`].
-    pub total_memory_seconds: f64,
+    pub(crate) total_memory_seconds: f64,
 }
 
 /// The figures of both schemes with one number of vCPUs. Modelled.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Point {
+pub(crate) struct Point {
     /// Always `true`: nothing here was measured.
-    pub modelled: bool,
+    pub(crate) modelled: bool,
     /// The number of vCPUs, on as many cores.
-    pub vcpus: u32,
+    pub(crate) vcpus: u32,
     /// With parallel faults.
-    pub parallel: SchemeFigures,
+    pub(crate) parallel: SchemeFigures,
     /// With serialised faults.
-    pub serialised: SchemeFigures,
+    pub(crate) serialised: SchemeFigures,
     /// The time that `parallel` saves, in percent of that of `serialised`.
-    pub saved_percent: f64,
+    pub(crate) saved_percent: f64,
 }
 
 /// The figures of one delivery with all numbers of vCPUs. Modelled.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Curve {
+pub(crate) struct Curve {
     /// The delivery.
-    pub delivery: PageDelivery,
+    pub(crate) delivery: PageDelivery,
     /// The steps for one page, with the measured times.
-    pub steps: Vec<Step>,
+    pub(crate) steps: Vec<Step>,
     /// The figures, by ascending number of vCPUs.
-    pub points: Vec<Point>,
+    pub(crate) points: Vec<Point>,
 }
 
 /// The model compared with a real run.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Check {
+pub(crate) struct Check {
     /// The delivery.
-    pub delivery: PageDelivery,
+    pub(crate) delivery: PageDelivery,
     /// The MMU's locking of faults. Serialised faults got the lock in the order of arrival, as in
     /// the model.
-    pub scheme: Scheme,
+    pub(crate) scheme: Scheme,
     /// The number of vCPUs.
-    pub vcpus: u32,
+    pub(crate) vcpus: u32,
     /// Nanoseconds per page of a vCPU, measured.
-    pub measured_ns: Figure,
+    pub(crate) measured_ns: Figure,
     /// Nanoseconds per page of a vCPU, modelled.
-    pub modelled_ns: f64,
+    pub(crate) modelled_ns: f64,
     /// The excess of `modelled_ns` over the median of `measured_ns`, in percent; negative if it is
     /// less.
-    pub error_percent: f64,
+    pub(crate) error_percent: f64,
     /// The excess of `modelled_ns` over the minimum of `measured_ns`, in percent. On a host with
     /// other work, in the fastest run each vCPU had a core, as the model supposes.
-    pub error_to_fastest_percent: f64,
+    pub(crate) error_to_fastest_percent: f64,
     /// Whether an input is derived from this run. Then the error is zero by construction.
-    pub by_construction: bool,
+    pub(crate) by_construction: bool,
 }
 
 /// Measures the inputs, runs the model, and compares it with real runs.
@@ -251,7 +251,7 @@ pub struct Check {
 /// # Errors
 /// [`BenchError::Setting`] if this process may use only one core, or the settings are empty.
 /// Otherwise the errors of [`crate::demand_paging::demand_paging`].
-pub fn model(
+pub(crate) fn model(
     setting: &ModelSetting,
     progress: &mut dyn FnMut(&str),
 ) -> Result<ModelReport, BenchError> {

@@ -21,28 +21,28 @@ use std::time::{Duration, Instant};
 
 /// The measured times, in nanoseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Parts {
+pub(crate) struct Parts {
     /// The guest's own instructions per page, its TLB and the touch: all of a touch except the
     /// fault.
-    pub guest_ns: Figure,
+    pub(crate) guest_ns: Figure,
     /// The look-up of the memory slot, outside the lock.
-    pub lookup_ns: Figure,
+    pub(crate) lookup_ns: Figure,
     /// A fault that maps its page, after the look-up: the walk and the change of the tables, under
     /// the lock.
-    pub map_ns: Figure,
+    pub(crate) map_ns: Figure,
     /// A fault that finds its page missing, after the look-up: the walk and the test of the bit,
     /// under the lock.
-    pub missing_ns: Figure,
+    pub(crate) missing_ns: Figure,
     /// Leaving and entering the guest.
-    pub exit_ns: Figure,
+    pub(crate) exit_ns: Figure,
     /// Copying 4 KiB into a page and clearing its bit.
-    pub copy_ns: Figure,
+    pub(crate) copy_ns: Figure,
     /// Taking and releasing the exclusive lock without contention.
-    pub lock_ns: Figure,
+    pub(crate) lock_ns: Figure,
     /// Handing the contended lock over to another core.
-    pub handover_ns: Figure,
+    pub(crate) handover_ns: Figure,
     /// Moving a cache line to another core.
-    pub line_ns: Figure,
+    pub(crate) line_ns: Figure,
 }
 
 /// Samples of [`Parts`], one per round.

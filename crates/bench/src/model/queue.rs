@@ -18,16 +18,16 @@ use std::collections::BinaryHeap;
 
 /// One fault of a vCPU: work of its own, then work under the MMU lock. Mean times.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
-pub struct Step {
+pub(crate) struct Step {
     /// Work before the vCPU asks for the lock, in nanoseconds, at least 0. vCPUs do it in parallel.
-    pub own_ns: f64,
+    pub(crate) own_ns: f64,
     /// Work under the lock, in nanoseconds, at least 0.
-    pub held_ns: f64,
+    pub(crate) held_ns: f64,
 }
 
 /// The MMU lock.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Lock {
+pub(crate) enum Lock {
     /// One vCPU at a time holds it, in the order of arrival.
     Exclusive {
         /// Taking and releasing it if no other vCPU has used it since, in nanoseconds.
@@ -52,7 +52,7 @@ pub enum Lock {
 /// The distribution of single times around their mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Spread {
+pub(crate) enum Spread {
     /// All times are equal to the mean.
     Constant,
     /// Uniform from half to one and a half of the mean.
@@ -63,44 +63,44 @@ pub enum Spread {
 
 /// The simulated system.
 #[derive(Clone, Debug)]
-pub struct System {
+pub(crate) struct System {
     /// The number of vCPUs, each on its own core; at least 1.
-    pub vcpus: u32,
+    pub(crate) vcpus: u32,
     /// The number of times that each vCPU goes through `steps`; at least 1.
-    pub pages: u32,
+    pub(crate) pages: u32,
     /// The steps for one page, in order; at least one.
-    pub steps: Vec<Step>,
+    pub(crate) steps: Vec<Step>,
     /// The MMU lock.
-    pub lock: Lock,
+    pub(crate) lock: Lock,
     /// The distribution of times.
-    pub spread: Spread,
+    pub(crate) spread: Spread,
     /// The seed of the random numbers.
-    pub seed: u64,
+    pub(crate) seed: u64,
 }
 
 /// The result of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct QueueTimes {
+pub(crate) struct QueueTimes {
     /// From the common start to the end of the last vCPU, in nanoseconds.
-    pub elapsed_ns: f64,
+    pub(crate) elapsed_ns: f64,
     /// The sum of all vCPUs' waits for the lock, in nanoseconds.
-    pub waited_ns: f64,
+    pub(crate) waited_ns: f64,
     /// The sum of all vCPUs' times from the start to their end, in nanoseconds.
-    pub vcpu_ns: f64,
+    pub(crate) vcpu_ns: f64,
     /// The number of pages of all vCPUs.
-    pub pages: u64,
+    pub(crate) pages: u64,
 }
 
 impl QueueTimes {
     /// Pages per second of all vCPUs together.
     #[must_use]
-    pub fn pages_per_s(&self) -> f64 {
+    pub(crate) fn pages_per_s(&self) -> f64 {
         self.pages as f64 * 1e9 / self.elapsed_ns
     }
 
     /// The share of the vCPUs' time spent waiting for the lock, in percent.
     #[must_use]
-    pub fn waiting_percent(&self) -> f64 {
+    pub(crate) fn waiting_percent(&self) -> f64 {
         100.0 * self.waited_ns / self.vcpu_ns
     }
 }
@@ -133,7 +133,7 @@ impl System {
     /// # Panics
     /// If there is no vCPU, no page or no step, or a time is negative or not finite.
     #[must_use]
-    pub fn run(&self) -> QueueTimes {
+    pub(crate) fn run(&self) -> QueueTimes {
         assert!(self.vcpus > 0 && self.pages > 0 && !self.steps.is_empty());
         let sane = |ns: f64| ns.is_finite() && ns >= 0.0;
         assert!(

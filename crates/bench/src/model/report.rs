@@ -3,37 +3,37 @@
 
 use super::{Check, Curve, ModelSetting, PageDelivery, Parts, Point, Spread, TALK, Talk};
 use crate::demand_paging::{Scheme, cores, short};
-use crate::kit::charts::{self, Line, Linear};
-use crate::kit::{self, Figure, escape, scrolling};
+use crate::kit::Figure;
+use pageferry_charts::{self as charts, Line, Linear, escape, scrolling};
 use serde::Serialize;
 use std::fmt::{self, Write};
 use std::time::Duration;
 
 /// Inputs, checks and results.
 #[derive(Clone, Debug, Serialize)]
-pub struct ModelReport {
+pub(crate) struct ModelReport {
     /// Always `true`: `curves` are modelled.
-    pub modelled: bool,
+    pub(crate) modelled: bool,
     /// The inputs, measured in this run on the soft engine.
-    pub parts: Parts,
+    pub(crate) parts: Parts,
     /// The distribution of single times around the inputs.
-    pub spread: Spread,
+    pub(crate) spread: Spread,
     /// The seed of the random numbers.
-    pub seed: u64,
+    pub(crate) seed: u64,
     /// The model compared with real runs in this run.
-    pub checks: Vec<Check>,
+    pub(crate) checks: Vec<Check>,
     /// Bytes for each vCPU.
-    pub memory_per_vcpu: u64,
+    pub(crate) memory_per_vcpu: u64,
     /// Bytes for all vCPUs together.
-    pub total_memory: u64,
+    pub(crate) total_memory: u64,
     /// The results.
-    pub curves: Vec<Curve>,
+    pub(crate) curves: Vec<Curve>,
     /// The talk's figures, for comparison.
-    pub talk: Talk,
+    pub(crate) talk: Talk,
     /// The number of cores that this process may use.
-    pub cores: u32,
+    pub(crate) cores: u32,
     /// The length of the run, in seconds.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
 }
 
 impl ModelReport {
@@ -61,13 +61,13 @@ impl ModelReport {
 
     /// The curve of a delivery.
     #[must_use]
-    pub fn of(&self, delivery: PageDelivery) -> Option<&Curve> {
+    pub(crate) fn of(&self, delivery: PageDelivery) -> Option<&Curve> {
         self.curves.iter().find(|curve| curve.delivery == delivery)
     }
 
     /// The inputs with their names, in the order of the table.
     #[must_use]
-    pub fn inputs(&self) -> [(&'static str, Figure); 9] {
+    pub(crate) fn inputs(&self) -> [(&'static str, Figure); 9] {
         let parts = &self.parts;
         [
             (
@@ -246,7 +246,7 @@ impl ModelReport {
 ///
 /// # Errors
 /// The drawing library's error.
-pub fn page(report: &ModelReport) -> Result<String, String> {
+pub(crate) fn page(report: &ModelReport) -> Result<String, String> {
     let mut body = String::new();
     for curve in &report.curves {
         let heading = match curve.delivery {
@@ -263,7 +263,7 @@ pub fn page(report: &ModelReport) -> Result<String, String> {
         "<h2>All figures</h2>\n<pre>{}</pre>",
         escape(&report.to_string())
     );
-    Ok(kit::page("Demand paging, modelled", about, &body, ""))
+    Ok(charts::page("Demand paging, modelled", about, &body, ""))
 }
 
 /// The talk's figure, modelled, as an SVG file: pages are missing, and faults on them are delivered
@@ -271,7 +271,7 @@ pub fn page(report: &ModelReport) -> Result<String, String> {
 ///
 /// # Errors
 /// The drawing library's error.
-pub fn figure(report: &ModelReport) -> Result<String, String> {
+pub(crate) fn figure(report: &ModelReport) -> Result<String, String> {
     let curve = report
         .of(PageDelivery::Exit)
         .ok_or("the model has no curve for missing pages")?;

@@ -7,29 +7,29 @@ use serde::Serialize;
 use std::fmt;
 
 /// Fewer counted rounds give no verdict.
-pub const MIN_ROUNDS: usize = 5;
+pub(crate) const MIN_ROUNDS: usize = 5;
 
 /// A bound on a figure, and whether the run met it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Aim {
+pub(crate) struct Aim {
     /// The figure in words.
-    pub name: &'static str,
+    pub(crate) name: &'static str,
     /// The bound, in `unit`.
-    pub limit: f64,
+    pub(crate) limit: f64,
     /// Whether `limit` is the least. Otherwise it is the most.
-    pub at_least: bool,
+    pub(crate) at_least: bool,
     /// The median over the rounds that count, in `unit`. `None` without such rounds.
-    pub measured: Option<f64>,
+    pub(crate) measured: Option<f64>,
     /// The unit of `limit` and `measured`: `%`, or `x` for a ratio of two figures of one round.
-    pub unit: &'static str,
+    pub(crate) unit: &'static str,
     /// Whether the bound was met. `None`: too few rounds count.
-    pub met: Option<bool>,
+    pub(crate) met: Option<bool>,
 }
 
 impl Aim {
     /// `met`, `MISSED` or `not measured`.
     #[must_use]
-    pub const fn verdict(&self) -> &'static str {
+    pub(crate) const fn verdict(&self) -> &'static str {
         match self.met {
             Some(true) => "met",
             Some(false) => "MISSED",

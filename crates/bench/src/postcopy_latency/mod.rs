@@ -27,19 +27,17 @@ mod stalls;
 mod tests;
 mod text;
 
-pub use aims::{Aim, MIN_ROUNDS};
-pub use noise::Noise;
-pub use page::page;
-pub use pageferry_hosts::Rate;
-pub use report::{LatencyColumn, LatencyReport, LatencyRound, LatencyRow};
-pub use setting::{Column, HostPage, LatencySetting, Mode};
-pub use stalls::LogBucket;
+pub(crate) use page::page;
+pub(crate) use pageferry_hosts::Rate;
+pub(crate) use report::LatencyReport;
+pub(crate) use setting::{HostPage, LatencySetting};
 
 use crate::BenchError;
-use crate::qemu::Qemu;
 use pageferry_hosts::{HugePages, Link, TwoHosts};
 use pageferry_machine::{Backing, Engine, EngineChoice};
+use pageferry_testkit::qemu::Qemu;
 use round::{Conditions, Round};
+use setting::Column;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -49,7 +47,7 @@ use std::time::Instant;
 /// [`BenchError::Hosts`] if this machine cannot have two hosts. [`BenchError::Setting`] if these
 /// settings cannot be measured. [`BenchError::Cancelled`]. Other errors if the host refuses
 /// something.
-pub fn postcopy_latency(
+pub(crate) fn postcopy_latency(
     setting: &LatencySetting,
     stop: &(dyn Fn() -> bool + Sync),
     progress: &mut dyn FnMut(&str),

@@ -16,22 +16,22 @@ const SLEEP: Duration = Duration::from_millis(1);
 
 /// What disturbed a round.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Noise {
+pub(crate) struct Noise {
     /// The share of all cores' time that others used, in percent.
-    pub others_percent: f64,
+    pub(crate) others_percent: f64,
     /// The lateness of a thread that slept for 1 ms, at the 99th percentile, in microseconds.
-    pub sleeper_p99_us: f64,
+    pub(crate) sleeper_p99_us: f64,
 }
 
 impl Noise {
     /// A round counts if others used less than this, in percent.
-    pub const MAX_OTHERS_PERCENT: f64 = 10.0;
+    pub(crate) const MAX_OTHERS_PERCENT: f64 = 10.0;
     /// A round counts if the sleeper was late by less than this, in microseconds.
-    pub const MAX_SLEEPER_US: f64 = 1000.0;
+    pub(crate) const MAX_SLEEPER_US: f64 = 1000.0;
 
     /// Whether the round counts.
     #[must_use]
-    pub fn is_quiet(&self) -> bool {
+    pub(crate) fn is_quiet(&self) -> bool {
         self.others_percent < Self::MAX_OTHERS_PERCENT && self.sleeper_p99_us < Self::MAX_SLEEPER_US
     }
 }

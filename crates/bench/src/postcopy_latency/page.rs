@@ -1,15 +1,14 @@
 //! The HTML page of `bench postcopy-latency`.
 
 use super::report::{LatencyReport, LatencyRow};
-use crate::kit::charts::{self, Bucket};
-use crate::kit::{self, escape, scrolling};
+use pageferry_charts::{self as charts, Bucket, escape, scrolling};
 use std::fmt::Write;
 
 /// A histogram for each row of each column, the verdicts, and all figures.
 ///
 /// # Errors
 /// The drawing library's error.
-pub fn page(report: &LatencyReport) -> Result<String, String> {
+pub(crate) fn page(report: &LatencyReport) -> Result<String, String> {
     let mut body = String::new();
     // Writing to a string cannot fail.
     for column in &report.columns {
@@ -50,7 +49,7 @@ pub fn page(report: &LatencyReport) -> Result<String, String> {
         "<h2>All figures</h2>\n<pre>{}</pre>",
         escape(&report.to_string())
     );
-    Ok(kit::page("Post-copy latency", about, &body, ""))
+    Ok(charts::page("Post-copy latency", about, &body, ""))
 }
 
 /// The histogram of a row, with its quantiles.

@@ -9,22 +9,24 @@ use super::round::{Conditions, Measured};
 use super::setting::{Column, HostPage, QemuSwitches};
 use super::stalls::Stalls;
 use crate::BenchError;
-use crate::qemu::{Pair, Qemu, Streams};
 use crate::vm::toucher;
 use pageferry_guest::TouchOrder;
 use pageferry_hosts::Host;
 use pageferry_machine::Engine;
+use pageferry_testkit::qemu::{Pair, Qemu, Streams};
 
-impl Qemu {
-    /// Whether a column can be measured on QEMU.
-    pub(super) fn can(column: &Column) -> bool {
-        column.host_page == HostPage::Size4K && !column.tls
+impl Column {
+    /// Whether it can be measured on QEMU.
+    pub(super) fn suits_qemu(&self) -> bool {
+        self.host_page == HostPage::Size4K && !self.tls
     }
+}
 
-    /// Moves a guest.
-    pub(super) fn measure(
-        &self,
-        conditions: Conditions<'_>,
+impl Conditions<'_> {
+    /// Moves a guest on QEMU.
+    pub(super) fn measure_qemu(
+        self,
+        qemu: &Qemu,
         QemuSwitches { preempt, no_delay }: QemuSwitches,
     ) -> Result<Measured, BenchError> {
         let Conditions {
@@ -33,7 +35,7 @@ impl Qemu {
             column,
             stop,
             ..
-        } = conditions;
+        } = self;
         let program = toucher(
             Engine::Soft,
             column.vcpus,
@@ -43,15 +45,15 @@ impl Qemu {
         )?;
         let capabilities = ["postcopy-ram", "postcopy-preempt"];
         let on = &capabilities[..if preempt { 2 } else { 1 }];
-        let limit = conditions.limit(setting.memory_bytes);
-        let pair = Pair::start(self, hosts, program.program(), on, limit, stop)?;
+        let limit = self.limit(setting.memory_bytes);
+        let pair = Pair::start(qemu, hosts, program.program(), on, limit, stop)?;
         let sent_before = hosts.sent_bytes(Host::A)?;
         let traced = pair.postcopy(&Streams::direct(hosts, no_delay))?;
         let sent = hosts.sent_bytes(Host::A)? - sent_before;
         let total_s = traced.total_s;
         Ok(Measured {
             stalls: Stalls::of(traced.stalls.into_iter().map(|ns| (ns, 1))),
-            link_busy_percent: total_s.map(|seconds| conditions.link_busy_percent(sent, seconds)),
+            link_busy_percent: total_s.map(|seconds| self.link_busy_percent(sent, seconds)),
             total_s,
             delivery: None,
         })

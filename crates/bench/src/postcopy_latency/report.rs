@@ -7,87 +7,87 @@ use super::setting::{Column, LatencySetting, Mode};
 use super::stalls::{LogBucket, buckets};
 use crate::demand_paging::Unmeasured;
 use crate::kit::{Figure, Samples};
-use crate::qemu::Qemu;
+use pageferry_testkit::qemu::Qemu;
 use serde::Serialize;
 use std::time::Duration;
 
 /// The figures of one row of a column.
 #[derive(Clone, Debug, Serialize)]
-pub struct LatencyRow {
+pub(crate) struct LatencyRow {
     /// The row.
-    pub mode: Mode,
+    pub(crate) mode: Mode,
     /// The number of stalls, or of exchanges, in all rounds of the figures.
-    pub stalls: u64,
+    pub(crate) stalls: u64,
     /// The mean of a round, in microseconds.
-    pub mean_us: Figure,
+    pub(crate) mean_us: Figure,
     /// The median of a round, in microseconds.
-    pub p50_us: Figure,
+    pub(crate) p50_us: Figure,
     /// The 99th percentile of a round, in microseconds.
-    pub p99_us: Figure,
+    pub(crate) p99_us: Figure,
     /// The longest of a round, in microseconds.
-    pub max_us: Figure,
+    pub(crate) max_us: Figure,
     /// The share above 2 ms in a round, in percent.
-    pub over_2ms_percent: Figure,
+    pub(crate) over_2ms_percent: Figure,
     /// The share above 4 ms in a round, in percent.
-    pub over_4ms_percent: Figure,
+    pub(crate) over_4ms_percent: Figure,
     /// The bytes that the source's host sent in post-copy, headers included, to those that the link
     /// can carry. `None` where nothing is pushed.
-    pub link_busy_percent: Option<Figure>,
+    pub(crate) link_busy_percent: Option<Figure>,
     /// The length of post-copy, in seconds. `None` where nothing is pushed.
-    pub total_s: Option<Figure>,
+    pub(crate) total_s: Option<Figure>,
     /// The stalls of all rounds of the figures, by powers of two.
-    pub histogram: Vec<LogBucket>,
+    pub(crate) histogram: Vec<LogBucket>,
 }
 
 /// One round of a column.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct LatencyRound {
+pub(crate) struct LatencyRound {
     /// What disturbed it.
     #[serde(flatten)]
-    pub noise: Noise,
+    pub(crate) noise: Noise,
     /// Whether it counts.
-    pub counts: bool,
+    pub(crate) counts: bool,
 }
 
 /// The figures of a column.
 #[derive(Clone, Debug, Serialize)]
-pub struct LatencyColumn {
+pub(crate) struct LatencyColumn {
     /// The conditions.
     #[serde(flatten)]
-    pub column: Column,
+    pub(crate) column: Column,
     /// The engine of the guests: `soft` or `kvm`.
-    pub engine: &'static str,
+    pub(crate) engine: &'static str,
     /// The delivery of faults on missing pages.
-    pub delivery: Option<&'static str>,
+    pub(crate) delivery: Option<&'static str>,
     /// Guest memory of the idle row, in bytes.
-    pub idle_memory_bytes: u64,
+    pub(crate) idle_memory_bytes: u64,
     /// All rounds in order.
-    pub rounds: Vec<LatencyRound>,
+    pub(crate) rounds: Vec<LatencyRound>,
     /// Whether too few rounds count for a verdict. The figures are then those of all rounds.
-    pub noisy: bool,
+    pub(crate) noisy: bool,
     /// The rows.
-    pub rows: Vec<LatencyRow>,
+    pub(crate) rows: Vec<LatencyRow>,
     /// The aims, if the link has the rate that they are for.
-    pub verdicts: Vec<Aim>,
+    pub(crate) verdicts: Vec<Aim>,
 }
 
 /// The results of a run.
 #[derive(Clone, Debug, Serialize)]
-pub struct LatencyReport {
+pub(crate) struct LatencyReport {
     /// The rate of the link in each direction, in bytes a second.
-    pub rate_bytes_per_s: u64,
+    pub(crate) rate_bytes_per_s: u64,
     /// Guest memory, in bytes. The idle rows have less.
-    pub memory_bytes: u64,
+    pub(crate) memory_bytes: u64,
     /// The version of QEMU in its rows. `None`: they were not asked for.
-    pub qemu_version: Option<String>,
+    pub(crate) qemu_version: Option<String>,
     /// The columns that were measured.
-    pub columns: Vec<LatencyColumn>,
+    pub(crate) columns: Vec<LatencyColumn>,
     /// What this machine cannot measure.
-    pub unmeasured: Vec<Unmeasured>,
+    pub(crate) unmeasured: Vec<Unmeasured>,
     /// The number of cores that this process may use.
-    pub cores: u32,
+    pub(crate) cores: u32,
     /// The length of the run, in seconds.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
 }
 
 /// The rate that the aims are for, in bytes a second: 1 Gbit/s.
@@ -187,7 +187,7 @@ fn row(mode: Mode, rounds: &[&Round]) -> Option<LatencyRow> {
 impl LatencyColumn {
     /// The number of rounds that count.
     #[must_use]
-    pub fn counted(&self) -> usize {
+    pub(crate) fn counted(&self) -> usize {
         self.rounds.iter().filter(|round| round.counts).count()
     }
 }

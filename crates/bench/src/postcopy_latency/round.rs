@@ -4,11 +4,13 @@ use super::noise::{Meter, Noise};
 use super::setting::{Column, LatencySetting, Mode};
 use super::stalls::Stalls;
 use crate::BenchError;
+use crate::channels::Channels;
+use crate::error::os;
 use crate::link::{exchanges, receive_by};
-use crate::peer::{Channels, Guest, Peer, Role, SourceVm, listen};
-use crate::qemu::Qemu;
+use crate::peer::{Guest, Peer, Role, SourceVm, listen};
 use pageferry_hosts::{Host, TwoHosts, netns};
 use pageferry_migration::{DestinationConfig, DestinationReport, Phase, PlainPolicy};
+use pageferry_testkit::qemu::Qemu;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
@@ -63,7 +65,7 @@ impl Conditions<'_> {
     pub(super) fn round(self) -> Result<Round, BenchError> {
         let mut meter = Meter::start()?;
         let mut rows = Vec::new();
-        let qemu = self.qemu.filter(|_| Qemu::can(self.column));
+        let qemu = self.qemu.filter(|_| self.column.suits_qemu());
         for mode in Mode::ALL {
             let switches = mode.qemu();
             if switches.is_some() && qemu.is_none() {
@@ -71,7 +73,7 @@ impl Conditions<'_> {
             }
             meter.gap();
             let measured = match (mode, qemu.zip(switches)) {
-                (_, Some((qemu, switches))) => qemu.measure(self, switches)?,
+                (_, Some((qemu, switches))) => self.measure_qemu(qemu, switches)?,
                 (Mode::Floor, None) => floor(self)?,
                 (_, None) => moved(self, mode)?,
             };
@@ -99,10 +101,7 @@ fn within<T: Send>(
     host: Host,
     work: impl FnOnce() -> Result<T, BenchError> + Send,
 ) -> Result<T, BenchError> {
-    netns::within(hosts.name(host), work).map_err(|source| BenchError::Os {
-        what: "cannot enter a network namespace",
-        source,
-    })?
+    netns::within(hosts.name(host), work).map_err(os("cannot enter a network namespace"))?
 }
 
 /// Moves a VM whose guest starts when it has moved.
@@ -164,7 +163,7 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         config,
         &stop,
     )?;
-    peer.read_figures()?;
+    peer.figures::<crate::peer::SourceFigures>()?;
     let sent = hosts.sent_bytes(Host::A)? - sent_before;
     drop(vm);
     let total_s = (mode != Mode::Idle).then(|| seconds(&report)).flatten();

@@ -1,18 +1,18 @@
 //! What a run measures.
 
 use crate::BenchError;
+use crate::channels::TlsFlags;
 use crate::vm::isa_of;
 use pageferry_guest::MemoryMap;
 use pageferry_hosts::Rate;
 use pageferry_machine::{Backing, Engine};
-use pageferry_migration::TlsFiles;
 use serde::Serialize;
 use std::path::PathBuf;
 
 /// A row: the way of a requested page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Mode {
+pub(crate) enum Mode {
     /// Requested pages follow, on the bulk channel, what was sent there before.
     Vanilla,
     /// Requested pages have a channel of their own, and bulk senders give way to them.
@@ -39,7 +39,7 @@ pub enum Mode {
 
 impl Mode {
     /// All rows.
-    pub const ALL: [Self; 11] = [
+    pub(crate) const ALL: [Self; 11] = [
         Self::Vanilla,
         Self::Preempt,
         Self::NoPrefetch,
@@ -67,7 +67,7 @@ impl Mode {
 
     /// The name in tables.
     #[must_use]
-    pub const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Vanilla => "vanilla",
             Self::Preempt => "preempt",
@@ -95,7 +95,7 @@ pub(super) struct QemuSwitches {
 
 /// The size of the pages behind the guest, at both ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub enum HostPage {
+pub(crate) enum HostPage {
     /// 4 KiB of shared memory.
     #[serde(rename = "4k")]
     Size4K,
@@ -107,13 +107,13 @@ pub enum HostPage {
 impl HostPage {
     /// The size in bytes.
     #[must_use]
-    pub const fn bytes(self) -> u64 {
+    pub(crate) const fn bytes(self) -> u64 {
         self.backing().page_size().bytes()
     }
 
     /// The name in tables.
     #[must_use]
-    pub const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Size4K => "4 KiB",
             Self::Size2M => "2 MiB",
@@ -130,21 +130,21 @@ impl HostPage {
 
 /// The conditions under which all rows are measured.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Column {
+pub(crate) struct Column {
     /// The size of the pages behind the guest.
-    pub host_page: HostPage,
+    pub(crate) host_page: HostPage,
     /// The number of vCPUs, all of which write.
-    pub vcpus: u32,
+    pub(crate) vcpus: u32,
     /// Whether the channels use TLS. The floor never does.
-    pub tls: bool,
+    pub(crate) tls: bool,
     /// The congestion control of TCP on both hosts.
-    pub congestion: String,
+    pub(crate) congestion: String,
 }
 
 impl Column {
     /// The column in words.
     #[must_use]
-    pub fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         format!(
             "{} pages, {} vCPU{}, {}, {}",
             self.host_page.name(),
@@ -158,40 +158,40 @@ impl Column {
 
 /// The settings of a run.
 #[derive(Clone, Debug)]
-pub struct LatencySetting {
+pub(crate) struct LatencySetting {
     /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
-    pub executable: PathBuf,
+    pub(crate) executable: PathBuf,
     /// The engine of guests on pages of 4 KiB. Guests on pages of 2 MiB run on KVM.
-    pub engine: Engine,
+    pub(crate) engine: Engine,
     /// The columns.
-    pub columns: Vec<Column>,
+    pub(crate) columns: Vec<Column>,
     /// The rate of the link, in each direction.
-    pub rate: Rate,
+    pub(crate) rate: Rate,
     /// Guest memory, in bytes.
-    pub memory_bytes: u64,
+    pub(crate) memory_bytes: u64,
     /// The number of rounds. Each measures all rows of all columns once.
-    pub rounds: u32,
+    pub(crate) rounds: u32,
     /// The files for columns with TLS, the same at both ends.
-    pub tls: Option<TlsFiles>,
+    pub(crate) tls: Option<TlsFlags>,
     /// The QEMU to measure beside, in columns with 4 KiB pages and without TLS.
-    pub qemu: Option<PathBuf>,
+    pub(crate) qemu: Option<PathBuf>,
 }
 
 impl LatencySetting {
     /// QEMU's name in the search path.
-    pub const QEMU: &str = crate::qemu::PROGRAM;
+    pub(crate) const QEMU: &str = pageferry_testkit::qemu::PROGRAM;
     /// The rounds of a full run.
-    pub const ROUNDS: u32 = 9;
+    pub(crate) const ROUNDS: u32 = 9;
     /// Guest memory of a full run, in bytes.
-    pub const MEMORY: u64 = 256 << 20;
+    pub(crate) const MEMORY: u64 = 256 << 20;
     /// Guest memory of a quick run, in bytes.
-    pub const QUICK_MEMORY: u64 = 32 << 20;
+    pub(crate) const QUICK_MEMORY: u64 = 32 << 20;
     /// The most vCPUs.
-    pub const MAX_VCPUS: u32 = 64;
+    pub(crate) const MAX_VCPUS: u32 = 64;
 
     /// All combinations, in the order of the tables.
     #[must_use]
-    pub fn columns(
+    pub(crate) fn columns(
         host_pages: &[HostPage],
         vcpus: &[u32],
         tls: &[bool],
@@ -215,7 +215,7 @@ impl LatencySetting {
 
     /// The engine of a column's guests.
     #[must_use]
-    pub const fn engine_of(&self, host_page: HostPage) -> Engine {
+    pub(crate) const fn engine_of(&self, host_page: HostPage) -> Engine {
         match host_page {
             HostPage::Size4K => self.engine,
             HostPage::Size2M => Engine::Kvm,
@@ -248,11 +248,11 @@ impl LatencySetting {
                 least >> 20
             )));
         }
-        if self.qemu.is_some() && self.memory_bytes > crate::qemu::MAX_MEMORY {
+        if self.qemu.is_some() && self.memory_bytes > pageferry_testkit::qemu::MAX_MEMORY {
             return Err(BenchError::Setting(format!(
                 "{} MiB of guest memory: a guest on QEMU can have at most {} MiB",
                 self.memory_bytes >> 20,
-                crate::qemu::MAX_MEMORY >> 20
+                pageferry_testkit::qemu::MAX_MEMORY >> 20
             )));
         }
         for column in &self.columns {
@@ -297,7 +297,7 @@ mod tests {
 
     #[test]
     fn a_guest_on_qemu_has_at_most_3_gib() {
-        let mut beside = setting(crate::qemu::MAX_MEMORY);
+        let mut beside = setting(pageferry_testkit::qemu::MAX_MEMORY);
         beside.qemu = Some(PathBuf::new());
         beside.check().expect("a good setting");
         beside.memory_bytes += 2 << 20;

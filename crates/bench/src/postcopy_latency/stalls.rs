@@ -4,13 +4,13 @@ use serde::Serialize;
 
 /// One bar of a histogram of powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct LogBucket {
+pub(crate) struct LogBucket {
     /// The lower end, included, in microseconds.
-    pub from_us: u64,
+    pub(crate) from_us: u64,
     /// The upper end, not included, in microseconds.
-    pub to_us: u64,
+    pub(crate) to_us: u64,
     /// The number of stalls in this range.
-    pub count: u64,
+    pub(crate) count: u64,
 }
 
 /// The summary of stalls, in microseconds. Without stalls all values are 0.

@@ -1,8 +1,10 @@
 //! Verdicts, tables and pages of made-up rounds.
 
+use super::noise::Noise;
 use super::round::{Measured, Round};
+use super::setting::{Column, Mode};
 use super::stalls::Stalls;
-use super::{Column, HostPage, LatencyReport, LatencySetting, Mode, Noise, page};
+use super::{HostPage, LatencyReport, LatencySetting, page};
 use pageferry_hosts::Rate;
 use pageferry_machine::Engine;
 use std::path::PathBuf;

@@ -7,7 +7,7 @@ use super::setting::Mode;
 use super::stalls::LogBucket;
 use crate::demand_paging::short;
 use crate::kit::Figure;
-use crate::kit::charts::time;
+use pageferry_charts::time;
 use std::fmt;
 
 /// The length of the longest bar.

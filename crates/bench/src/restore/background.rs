@@ -2,6 +2,7 @@
 
 use super::paced::{self, Paced};
 use super::vmm::{Memory, Restored};
+use crate::error::os;
 use crate::peer::{Peer, Role};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_pager::{Background, Name, Pager, Restore, Settings};
@@ -76,10 +77,7 @@ fn read_all(memory: &Path) -> Result<Duration, BenchError> {
     let mut buffer = vec![0; 1 << 20];
     loop {
         let read = io::Read::read(&mut file, &mut buffer);
-        match read.map_err(|source| BenchError::Os {
-            what: "cannot read the memory file",
-            source,
-        })? {
+        match read.map_err(os("cannot read the memory file"))? {
             0 => return Ok(began.elapsed()),
             _ => continue,
         }

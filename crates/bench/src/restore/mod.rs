@@ -23,12 +23,12 @@ mod remote;
 mod restart;
 mod vmm;
 
-pub use paced::Paced;
-pub use restart::Restarted;
-pub use vmm::{Memory, Restored};
+pub(crate) use paced::Paced;
+pub(crate) use restart::Restarted;
+pub(crate) use vmm::{Memory, Restored};
 
+use crate::error::{os, scratch};
 use crate::peer::{Peer, Role};
-use crate::scratch::Scratch;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_pager::{
     Format, Mount, MountFile, MountFileStatus, MountSettings, Name, Owner, Pager, Restore,
@@ -49,11 +49,11 @@ const END: Duration = Duration::from_secs(30);
 
 /// The sizes of `bench restore`, in bytes.
 #[derive(Clone, Copy, Debug)]
-pub struct RestoreSizes {
+pub(crate) struct RestoreSizes {
     /// The memory of the VM.
-    pub memory: u64,
+    pub(crate) memory: u64,
     /// The part of it that the VM touches.
-    pub working_set: u64,
+    pub(crate) working_set: u64,
 }
 
 /// A way to restore.
@@ -136,16 +136,15 @@ fn reads(mount: &Mount) -> u64 {
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn restore(
+pub(crate) fn restore(
     setting: &Setting,
     sizes: &RestoreSizes,
     progress: &mut dyn FnMut(&str),
 ) -> Result<Vec<Row>, BenchError> {
-    let failed = |what| move |source: std::io::Error| BenchError::Os { what, source };
-    let scratch = Scratch::new()?;
+    let scratch = scratch()?;
     progress("writing a memory file");
-    let memory = scratch.path("memory");
-    write_memory(&memory, sizes.memory).map_err(failed("cannot write a memory file"))?;
+    let memory = scratch.path().join("memory");
+    write_memory(&memory, sizes.memory).map_err(os("cannot write a memory file"))?;
     let remote = Remote::start(&memory)?;
     let ways = match remote {
         Some(_) => WAYS.len(),
@@ -155,11 +154,11 @@ pub fn restore(
         }
     };
     let mut all: Vec<Figures> = (0..ways).map(|_| Figures::default()).collect();
-    let file = File::open(&memory).map_err(failed("the memory file"))?;
+    let file = File::open(&memory).map_err(os("the memory file"))?;
     let one = |cold| One {
         setting,
         sizes,
-        scratch: scratch.folder(),
+        scratch: scratch.path(),
         memory: &memory,
         file: &file,
         remote: remote.as_ref(),
@@ -201,12 +200,12 @@ pub fn restore(
     let file = (&*memory, sizes.memory);
     rows.extend(background::measure(
         setting,
-        scratch.folder(),
+        scratch.path(),
         file,
         progress,
     )?);
-    rows.extend(packed::measure(setting, sizes, scratch.folder(), progress)?);
-    rows.extend(restart::measure(setting, scratch.folder(), progress)?);
+    rows.extend(packed::measure(setting, sizes, scratch.path(), progress)?);
+    rows.extend(restart::measure(setting, scratch.path(), progress)?);
     Ok(rows)
 }
 
@@ -318,12 +317,11 @@ struct One<'a> {
 impl One<'_> {
     /// Restores once. Returns the figures, and the number of faults if something counts them.
     fn measure(&self, way: Way) -> Result<(Touched, Option<u64>), BenchError> {
-        let failed = |what| move |source: std::io::Error| BenchError::Os { what, source };
         let socket = self.scratch.join("socket");
         match way {
             Way::Mapping => Ok((self.touch(Memory::File(self.memory.to_owned()))?, None)),
             Way::Plain => {
-                let listener = UnixListener::bind(&socket).map_err(failed("a socket"))?;
+                let listener = UnixListener::bind(&socket).map_err(os("a socket"))?;
                 let (touched, faults) = std::thread::scope(|scope| {
                     let serving = scope.spawn(|| plain::serve(&listener, self.file));
                     let touched = self.touch(Memory::Pager(socket.clone()));
@@ -331,7 +329,7 @@ impl One<'_> {
                     drop(std::os::unix::net::UnixStream::connect(&socket));
                     (touched, serving.join().expect("it does not panic"))
                 });
-                std::fs::remove_file(&socket).map_err(failed("a socket"))?;
+                std::fs::remove_file(&socket).map_err(os("a socket"))?;
                 Ok((touched?, Some(faults?)))
             }
             Way::Pager | Way::Record | Way::Replay => self.by_pager(way, self.memory, &socket),
@@ -421,7 +419,7 @@ impl One<'_> {
         }
         self.prepare_cache()?;
         vmm.send_line("go")?;
-        vmm.next_line()?.parse()
+        vmm.figures()
     }
 
     /// Drops the file from the page cache, or reads it into it.

@@ -2,47 +2,31 @@
 
 use super::vmm::Restored;
 use crate::BenchError;
-use crate::peer::{Peer, read_line, send_line};
+use crate::peer::{Peer, read_line, send, send_line};
 use pageferry_addr::PAGE_SIZE;
+use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 /// The multiplier that scatters touches over memory. It is odd, so each page comes once in turn.
 const SCATTER: u64 = 40_503;
 
 /// A VMM and its pace.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Paced {
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Paced {
     /// The VMM.
-    pub vm: Restored,
+    pub(crate) vm: Restored,
     /// The time between two touches.
-    pub pace: Duration,
+    pub(crate) pace: Duration,
 }
 
 /// The touches of a VMM between two lines.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Touches {
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Touches {
     pub(super) p99: Duration,
     pub(super) longest: Duration,
 }
 
 impl Paced {
-    /// The words of its role.
-    #[must_use]
-    pub fn to_words(&self) -> Vec<String> {
-        let pace = self.pace.as_micros().to_string();
-        [pace].into_iter().chain(self.vm.to_words()).collect()
-    }
-
-    /// Parses [`Paced::to_words`]. `None` for other words.
-    #[must_use]
-    pub fn from_words(words: &[&str]) -> Option<Self> {
-        let (pace, vm) = words.split_first()?;
-        Some(Self {
-            vm: Restored::from_words(vm)?,
-            pace: Duration::from_micros(pace.parse().ok()?),
-        })
-    }
-
     /// Plays the VMM: it touches pages until a second line comes. Touches before the first line do
     /// not count.
     pub(crate) fn play(&self) -> Result<(), BenchError> {
@@ -75,24 +59,15 @@ impl Paced {
         times.sort_unstable();
         let at = |q: f64| {
             let index = times.len().saturating_sub(1) as f64 * q;
-            times.get(index as usize).map_or(0, Duration::as_nanos)
+            times.get(index as usize).copied().unwrap_or_default()
         };
-        send_line(&format!("touches {} {}", at(0.99), at(1.0)))
+        let (p99, longest) = (at(0.99), at(1.0));
+        send(&Touches { p99, longest })
     }
 }
 
 /// Ends a VMM, and returns its touches.
 pub(super) fn end(vmm: &mut Peer) -> Result<Touches, BenchError> {
     vmm.send_line("end")?;
-    let line = vmm.next_line()?;
-    let numbers = line.strip_prefix("touches ").and_then(|rest| {
-        let (p99, longest) = rest.split_once(' ')?;
-        Some((p99.parse().ok()?, longest.parse().ok()?))
-    });
-    let (p99, longest) =
-        numbers.ok_or_else(|| BenchError::Peer(format!("'{line}' has no figures")))?;
-    Ok(Touches {
-        p99: Duration::from_nanos(p99),
-        longest: Duration::from_nanos(longest),
-    })
+    vmm.figures()
 }

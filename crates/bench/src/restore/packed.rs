@@ -1,6 +1,7 @@
 //! Packed snapshots: how fast they are made, and the price of diffs on diffs.
 
 use super::RestoreSizes;
+use crate::error::os;
 use crate::kit::Random;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_pager::{PackedSource, Source};
@@ -25,11 +26,10 @@ pub(super) fn measure(
     scratch: &Path,
     progress: &mut dyn FnMut(&str),
 ) -> Result<Vec<Row>, BenchError> {
-    let failed = |what| move |source: io::Error| BenchError::Os { what, source };
     let bytes = sizes.memory;
     progress("packing snapshots");
     let memory = scratch.join("mixed");
-    write_mixed(&memory, bytes).map_err(failed("cannot write a memory file"))?;
+    write_mixed(&memory, bytes).map_err(os("cannot write a memory file"))?;
     let mut speed = Samples::default();
     for round in 0..setting.repeat {
         let packed = scratch.join(format!("packed-{round}"));
@@ -85,10 +85,7 @@ fn wrong(why: &dyn std::fmt::Display) -> BenchError {
 }
 
 fn packed_of(memory: &Path, packed: &Path, base: Option<&Snapshot>) -> Result<(), BenchError> {
-    let file = File::open(memory).map_err(|source| BenchError::Os {
-        what: "the memory file",
-        source,
-    })?;
+    let file = File::open(memory).map_err(os("the memory file"))?;
     let options = Options {
         base,
         ..Options::default()
@@ -101,10 +98,7 @@ fn packed_of(memory: &Path, packed: &Path, base: Option<&Snapshot>) -> Result<()
 /// A snapshot with diffs, of which each changes another part of the memory. The memory file ends as
 /// the last one.
 fn deep(memory: &Path, bytes: u64, scratch: &Path) -> Result<PathBuf, BenchError> {
-    let failed = |source| BenchError::Os {
-        what: "cannot change the memory file",
-        source,
-    };
+    let failed = os("cannot change the memory file");
     let mut newest = scratch.join("deep-0");
     packed_of(memory, &newest, None)?;
     let file = File::options().write(true).open(memory).map_err(failed)?;

@@ -2,6 +2,7 @@
 //! memory file, and copies it. It stands for them in `bench restore`, and says so there.
 
 use crate::BenchError;
+use crate::error::os;
 use pageferry_addr::{Hva, PAGE_SIZE};
 use pageferry_pager::Handshake;
 use pageferry_userfault::uffd::{Event, EventReader, Wait, Wake};
@@ -13,9 +14,8 @@ use std::time::Duration;
 
 /// Serves one VM until its connection ends. Returns the number of its faults.
 pub(super) fn serve(listener: &UnixListener, memory: &File) -> Result<u64, BenchError> {
-    let failed = |what| move |source: std::io::Error| BenchError::Os { what, source };
-    let (stream, _) = listener.accept().map_err(failed("cannot accept a VMM"))?;
-    let bytes = memory.metadata().map_err(failed("the memory file"))?.len();
+    let (stream, _) = listener.accept().map_err(os("cannot accept a VMM"))?;
+    let bytes = memory.metadata().map_err(os("the memory file"))?.len();
     let handshake = Handshake::receive(stream.as_fd(), bytes, None)
         .map_err(|why| BenchError::Peer(why.to_string()))?;
     let uffd = handshake.uffd;
@@ -39,7 +39,7 @@ pub(super) fn serve(listener: &UnixListener, memory: &File) -> Result<u64, Bench
         let at = fault.address.0 & !(PAGE_SIZE - 1);
         memory
             .read_exact_at(&mut page, region.offset + (at - region.address))
-            .map_err(failed("cannot read the memory file"))?;
+            .map_err(os("cannot read the memory file"))?;
         match uffd.copy(Hva(at), &page, Wake::Now) {
             Ok(()) => faults += 1,
             // Two threads on one page are two messages.

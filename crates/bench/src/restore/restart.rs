@@ -3,9 +3,11 @@
 use super::paced::{self, Paced};
 use super::vmm::{Memory, Restored};
 use super::write_memory;
+use crate::error::os;
 use crate::peer::{Peer, Role, read_line, send_line};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_pager::{Name, Pager, Restore, Settings};
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -19,12 +21,12 @@ const PACE: Duration = Duration::from_millis(20);
 const RUN: Duration = Duration::from_millis(500);
 
 /// A pager in a process of its own, with a restore for each VM.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Restarted {
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Restarted {
     /// Its directory. Sockets are beside it.
-    pub directory: PathBuf,
+    pub(crate) directory: PathBuf,
     /// The memory file of all VMs.
-    pub memory: PathBuf,
+    pub(crate) memory: PathBuf,
 }
 
 impl Restarted {
@@ -58,10 +60,7 @@ pub(super) fn measure(
     progress: &mut dyn FnMut(&str),
 ) -> Result<Vec<Row>, BenchError> {
     let memory = scratch.join("small");
-    write_memory(&memory, MEMORY).map_err(|source| BenchError::Os {
-        what: "cannot write a memory file",
-        source,
-    })?;
+    write_memory(&memory, MEMORY).map_err(os("cannot write a memory file"))?;
     let (mut served, mut longest) = (Samples::default(), Samples::default());
     for round in 1..=setting.repeat {
         progress(&format!(

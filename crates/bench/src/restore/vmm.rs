@@ -3,15 +3,16 @@
 //! and threads that touch the working set. It has no guest.
 
 use crate::BenchError;
+use crate::error::os;
 use pageferry_addr::{Hva, PAGE_SIZE};
 use pageferry_pager::{Region, connect};
 use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous};
+use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
@@ -21,8 +22,8 @@ pub(crate) const THREADS: usize = 8;
 const WRITES: usize = 4;
 
 /// Where a VMM has its memory from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Memory {
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Memory {
     /// A page server at this socket.
     Pager(PathBuf),
     /// A private mapping of this file.
@@ -30,19 +31,19 @@ pub enum Memory {
 }
 
 /// A VM that is restored.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Restored {
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Restored {
     /// Where its memory comes from.
-    pub memory: Memory,
+    pub(crate) memory: Memory,
     /// The size of its memory in bytes.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
     /// The size of its working set in bytes.
-    pub working_set: u64,
+    pub(crate) working_set: u64,
 }
 
 /// The cost of a VM's working set.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Touched {
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Touched {
     /// Until all of it was touched.
     pub(super) took: Duration,
     /// Times of single touches.
@@ -53,46 +54,13 @@ pub(super) struct Touched {
 }
 
 impl Restored {
-    /// The arguments for the other process.
-    #[must_use]
-    pub fn to_words(&self) -> Vec<String> {
-        let (kind, path) = match &self.memory {
-            Memory::Pager(path) => ("pager", path),
-            Memory::File(path) => ("file", path),
-        };
-        vec![
-            kind.to_owned(),
-            path.display().to_string(),
-            self.bytes.to_string(),
-            self.working_set.to_string(),
-        ]
-    }
-
-    /// Parses [`Restored::to_words`]. `None` for other words.
-    #[must_use]
-    pub fn from_words(words: &[&str]) -> Option<Self> {
-        let [kind, path, bytes, working_set] = words else {
-            return None;
-        };
-        Some(Self {
-            memory: match *kind {
-                "pager" => Memory::Pager(path.into()),
-                "file" => Memory::File(path.into()),
-                _ => return None,
-            },
-            bytes: u64::from_str(bytes).ok()?,
-            working_set: u64::from_str(working_set).ok()?,
-        })
-    }
-
     /// Maps the memory. Returns its address, and the userfaultfd of memory from a pager.
     fn map(&self) -> Result<(usize, Option<Userfaultfd>), BenchError> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let len = self.bytes as usize;
-        let failed = |what| move |source: std::io::Error| BenchError::Os { what, source };
         match &self.memory {
             Memory::File(path) => {
-                let file = File::open(path).map_err(failed("cannot open the memory file"))?;
+                let file = File::open(path).map_err(os("cannot open the memory file"))?;
                 // SAFETY: the kernel chooses an unused address.
                 let base = unsafe {
                     mmap(
@@ -104,14 +72,14 @@ impl Restored {
                         0,
                     )
                 };
-                let base = base.map_err(|e| failed("cannot map the memory file")(e.into()))?;
+                let base = base.map_err(os("cannot map the memory file"))?;
                 Ok((base.expose_provenance(), None))
             }
             Memory::Pager(_) => {
                 let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
                 // SAFETY: the kernel chooses an unused address.
                 let base = unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, flags) };
-                let base = base.map_err(|e| failed("cannot map memory")(e.into()))?;
+                let base = base.map_err(os("cannot map memory"))?;
                 let base = base.expose_provenance();
                 let no_uffd = |why: &dyn std::fmt::Display| BenchError::Setting(why.to_string());
                 let uffd = Userfaultfd::open(Features::EVENT_REMOVE).map_err(|e| no_uffd(&e))?;
@@ -160,18 +128,15 @@ impl Restored {
             offset: 0,
         };
         let stream = connect(socket, &[region], PAGE_SIZE, uffd.as_fd());
-        stream.map(Some).map_err(|source| BenchError::Os {
-            what: "cannot reach the page server",
-            source,
-        })
+        stream.map(Some).map_err(os("cannot reach the page server"))
     }
 
     /// Plays the VMM to its end: maps its memory, waits for `go`, connects, and touches the working
-    /// set. Returns the line for the benchmark.
+    /// set.
     pub(crate) fn play(
         &self,
         go: impl FnOnce() -> Result<(), BenchError>,
-    ) -> Result<String, BenchError> {
+    ) -> Result<Touched, BenchError> {
         let (base, uffd) = self.map()?;
         let set = working_set(self.bytes, self.working_set);
         let start = Barrier::new(THREADS + 1);
@@ -218,35 +183,12 @@ impl Restored {
         }
         let mut times: Vec<Duration> = times.into_iter().map(|(time, _)| time).collect();
         times.sort_unstable();
-        let at = |q: f64| times[((times.len() - 1) as f64 * q) as usize].as_nanos();
-        Ok(format!(
-            "touched {} {} {} {}",
-            took.as_nanos(),
-            at(0.5),
-            at(0.99),
-            private_bytes()?
-        ))
-    }
-}
-
-impl FromStr for Touched {
-    type Err = BenchError;
-
-    fn from_str(line: &str) -> Result<Self, BenchError> {
-        let bad = || BenchError::Peer(format!("'{line}' is no figures"));
-        let words = line.strip_prefix("touched ").ok_or_else(bad)?;
-        let numbers: Vec<u64> = words
-            .split(' ')
-            .filter_map(|word| word.parse().ok())
-            .collect();
-        let [took, p50, p99, private_bytes] = numbers[..] else {
-            return Err(bad());
-        };
-        Ok(Self {
-            took: Duration::from_nanos(took),
-            p50: Duration::from_nanos(p50),
-            p99: Duration::from_nanos(p99),
-            private_bytes,
+        let at = |q: f64| times[((times.len() - 1) as f64 * q) as usize];
+        Ok(Touched {
+            took,
+            p50: at(0.5),
+            p99: at(0.99),
+            private_bytes: private_bytes()?,
         })
     }
 }
@@ -272,10 +214,7 @@ pub(super) fn working_set(bytes: u64, working_set: u64) -> Vec<u64> {
 
 fn private_bytes() -> Result<u64, BenchError> {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup");
-    let rollup = rollup.map_err(|source| BenchError::Os {
-        what: "cannot read /proc/self/smaps_rollup",
-        source,
-    })?;
+    let rollup = rollup.map_err(os("cannot read /proc/self/smaps_rollup"))?;
     let kib = |name: &str| {
         let line = rollup.lines().find_map(|line| line.strip_prefix(name));
         line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok())

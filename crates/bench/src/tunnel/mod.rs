@@ -6,7 +6,7 @@
 //!
 //! **Mechanism.** Two QEMU processes emulate RV64, one in each of two network namespaces
 //! ([`TwoHosts`]), with a shaped link between them. The tunnels are two more processes: this
-//! executable again, as an operator starts it. There are three measurements (`moves`). A guest in
+//! executable again. There are three measurements (`moves`). A guest in
 //! post-copy touches all its pages, for the stalls. A paused guest moves in pre-copy, for the rate
 //! and the memory of the tunnels. A guest that works all the time moves, for its blackout.
 //!
@@ -16,48 +16,49 @@ mod ends;
 mod moves;
 mod rows;
 
-pub use pageferry_hosts::Rate;
+pub(crate) use pageferry_hosts::Rate;
 
-use crate::qemu::{Qemu, Streams};
+use crate::channels::TlsFlags;
 use crate::{BenchError, Row};
 use ends::Ends;
+pub(crate) use ends::TunnelEnd;
 use moves::Move;
 use pageferry_hosts::{Link, TwoHosts};
-use pageferry_migration::TlsFiles;
+use pageferry_testkit::qemu::{Qemu, Streams};
 use rows::Rows;
 use std::path::PathBuf;
 
 /// The settings of a run.
 #[derive(Clone, Debug)]
-pub struct TunnelSetting {
-    /// The executable of the tunnels. It is run as `EXECUTABLE tunnel ..`.
-    pub executable: PathBuf,
+pub(crate) struct TunnelSetting {
+    /// The executable of the tunnels.
+    pub(crate) executable: PathBuf,
     /// The file of QEMU.
-    pub qemu: PathBuf,
+    pub(crate) qemu: PathBuf,
     /// The rate of the link, in each direction.
-    pub rate: Rate,
+    pub(crate) rate: Rate,
     /// The memory of guests, in bytes.
-    pub memory_bytes: u64,
+    pub(crate) memory_bytes: u64,
     /// The bytes that a tunnel keeps at most until they are acknowledged.
-    pub window_bytes: u64,
+    pub(crate) window_bytes: u64,
     /// The number of rounds. Each measures all rows once.
-    pub rounds: u32,
+    pub(crate) rounds: u32,
     /// The files for tunnels with TLS, the same at both ends.
-    pub tls: Option<TlsFiles>,
+    pub(crate) tls: Option<TlsFlags>,
 }
 
 impl TunnelSetting {
     /// QEMU's name in the search path.
-    pub const QEMU: &str = crate::qemu::PROGRAM;
+    pub(crate) const QEMU: &str = pageferry_testkit::qemu::PROGRAM;
     /// The rounds of a full run.
-    pub const ROUNDS: u32 = 5;
+    pub(crate) const ROUNDS: u32 = 5;
     /// Guest memory of a full run, in bytes.
-    pub const MEMORY: u64 = 256 << 20;
+    pub(crate) const MEMORY: u64 = 256 << 20;
     /// Guest memory of a quick run, in bytes.
-    pub const QUICK_MEMORY: u64 = 32 << 20;
+    pub(crate) const QUICK_MEMORY: u64 = 32 << 20;
 
     fn check(&self) -> Result<(), BenchError> {
-        let most = crate::qemu::MAX_MEMORY;
+        let most = pageferry_testkit::qemu::MAX_MEMORY;
         if self.memory_bytes.is_multiple_of(8 << 20)
             && (8 << 20..=most).contains(&self.memory_bytes)
         {
@@ -129,7 +130,7 @@ impl Conditions<'_> {
 /// # Errors
 /// [`BenchError::Hosts`] if this machine cannot have two hosts. [`BenchError::Setting`] if these
 /// settings cannot be measured. [`BenchError::Cancelled`]. Other errors if a process fails.
-pub fn tunnel(
+pub(crate) fn tunnel(
     setting: &TunnelSetting,
     stop: &(dyn Fn() -> bool + Sync),
     progress: &mut dyn FnMut(&str),

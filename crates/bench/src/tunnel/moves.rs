@@ -1,11 +1,12 @@
 //! The measurements.
 
+use super::ends::Ends;
 use super::{Conditions, Way};
-use crate::qemu::{Pair, Progress, Streams};
 use crate::vm::toucher;
 use crate::{BenchError, Samples};
 use pageferry_guest::{Isa, Program, TouchOrder, Workload};
 use pageferry_machine::Engine;
+use pageferry_testkit::qemu::{Pair, Progress, Streams};
 use serde_json::json;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -68,12 +69,12 @@ pub(super) enum Found {
 
 impl Conditions<'_> {
     pub(super) fn measure(&self, what: Move, way: Way) -> Result<Found, BenchError> {
-        let (ends, streams) = self.streams(way)?;
+        let (mut ends, streams) = self.streams(way)?;
         match what {
             Move::Urgent => self.urgent(&streams),
             Move::Push | Move::PushMultifd => {
                 let rate = self.push(&streams, what == Move::PushMultifd)?;
-                let grown = ends.map(|ends| ends.grown_bytes()).transpose()?;
+                let grown = ends.as_mut().map(Ends::grown_bytes).transpose()?;
                 Ok(Found::Pushed(rate, grown))
             }
             Move::Blackout => Ok(Found::BlackoutMs(self.blackout(&streams)?)),
@@ -81,14 +82,9 @@ impl Conditions<'_> {
     }
 
     fn pair(&self, program: &Program, capabilities: &[&str]) -> Result<Pair<'_>, BenchError> {
-        Pair::start(
-            self.qemu,
-            self.hosts,
-            program,
-            capabilities,
-            LIMIT,
-            self.stop,
-        )
+        let (qemu, hosts) = (self.qemu, self.hosts);
+        let pair = Pair::start(qemu, hosts, program, capabilities, LIMIT, self.stop)?;
+        Ok(pair)
     }
 
     fn urgent(&self, streams: &Streams) -> Result<Found, BenchError> {

@@ -2,8 +2,8 @@
 
 use super::moves::{Found, Move};
 use super::{TunnelSetting, Way};
-use crate::qemu::Qemu;
 use crate::{Bound, Conditions, Row, Samples};
+use pageferry_testkit::qemu::Qemu;
 use std::collections::BTreeMap;
 
 /// The samples of all rounds.

@@ -16,8 +16,9 @@ use crate::progress::{Display, Feed, Rates};
 use crate::receive::check_limits;
 use crate::report::{Conditions, Received, Report, Sent};
 use crate::signals::Interrupts;
-use crate::{output, size, sockets, wall_clock};
+use crate::{output, sockets, wall_clock};
 use pageferry_bridge::ch::end_keepers;
+use pageferry_harness::size;
 use pageferry_machine::Backing;
 use pageferry_migration::{
     Destination, DestinationReport, Incoming, Observer, Phase, Route, SourceConfig, SourceReport,

@@ -9,12 +9,12 @@ use crate::exit::{Exit, Failure};
 use crate::host::{Answers, StopRequests, catch_defect, wait_for_outcome};
 use crate::output;
 use crate::signals::Interrupts;
-use crate::size::human;
-use pageferry_bench::kit::charts::time;
 use pageferry_bridge::ch::{
     RestoreOptions, RestoreReport, Restoring, Snapshot, SnapshotError, end_keepers,
     restore as restore_into,
 };
+use pageferry_charts::time;
+use pageferry_harness::size::human;
 use pageferry_pager::{Format, SourceError};
 use serde_json::{Value, json};
 use std::fmt::Write as _;

@@ -7,12 +7,12 @@ use super::view::{Hearing, TICKS};
 use crate::args::DemoArgs;
 use crate::control::protocol::Request;
 use crate::exit::{Exit, Failure};
-use crate::guest_linux;
 use crate::progress::Feed;
 use crate::report::{GuestView, ns};
 use crate::run::Kernel;
 use crate::signals::Interrupts;
 use crate::vm::{Vm, engine_that_receives};
+use pageferry_harness::guest_linux;
 use pageferry_machine::{Engine, EngineChoice, kvm};
 use pageferry_migration::monotonic;
 use std::time::{Duration, Instant};
@@ -34,7 +34,10 @@ pub(super) fn kernel(args: &DemoArgs) -> Result<(Kernel, Engine, String), Failur
         ));
     }
     let (named, choice) = (args.kernel.as_deref(), args.machine.engine);
-    let find = |engine| guest_linux::find(engine, named, args.initrd.as_deref());
+    let find = |engine| {
+        guest_linux::find(engine, named, args.initrd.as_deref())
+            .map_err(|why| Failure::new(Exit::Usage, why))
+    };
     // KVM, or the reason against it. Files that the user named decide it themselves.
     let (wanted, against) = match choice {
         EngineChoice::Only(engine) => (engine, None),

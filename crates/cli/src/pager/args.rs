@@ -3,8 +3,8 @@
 use super::stores::StoreArgs;
 #[cfg(feature = "peers")]
 use crate::args::TlsArgs;
-use crate::size;
 use clap::{Args, Subcommand, ValueEnum};
+use pageferry_harness::size;
 use pageferry_pager::{Background, Format, Name, OnLoss, Owner, Restore, is_address};
 use std::num::NonZeroU64;
 use std::path::PathBuf;

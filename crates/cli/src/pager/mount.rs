@@ -9,8 +9,8 @@ use super::{POLL, asked_to_end, service};
 use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::signals::Interrupts;
-use crate::size::human;
-use pageferry_bench::kit::charts::time;
+use pageferry_charts::time;
+use pageferry_harness::size::human;
 use pageferry_pager::{
     Format, Mount, MountError, MountFile, MountSettings, Name, Owner, Recording, Survival,
 };

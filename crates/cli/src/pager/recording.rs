@@ -3,7 +3,7 @@
 use super::args::{RecordingArgs, RecordingCommand};
 use crate::exit::{Exit, Failure};
 use crate::output;
-use crate::size::human;
+use pageferry_harness::size::human;
 use pageferry_pager::{Recording, RecordingError};
 use serde_json::json;
 use std::path::Path;

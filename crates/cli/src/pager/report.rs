@@ -1,8 +1,7 @@
 //! One restore as a self-contained HTML page.
 
 use super::text::{rows, ways};
-use pageferry_bench::kit::charts::{self, Line, Timeline, time};
-use pageferry_bench::kit::{escape, page as whole, scrolling};
+use pageferry_charts::{self as charts, Line, Timeline, escape, page as whole, scrolling, time};
 use pageferry_pager::{Came, Status, VmStatus};
 use std::fmt::Write;
 

@@ -4,10 +4,11 @@
 use super::share;
 #[cfg(feature = "peers")]
 use crate::args::TlsArgs;
-use crate::exit::Failure;
 #[cfg(feature = "object-store")]
-use crate::{exit::Exit, size};
+use crate::exit::Exit;
+use crate::exit::Failure;
 use clap::Args;
+use pageferry_harness::size;
 use pageferry_pager::{Store, Stores};
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! The figures of restores for people, and for Prometheus.
 
-use crate::size::human;
-use pageferry_bench::kit::charts::time;
+use pageferry_charts::time;
+use pageferry_harness::size::human;
 use pageferry_pager::{Latency, Phase, Status, Survival, VmStatus};
 use serde_json::Value;
 use std::fmt::Write;

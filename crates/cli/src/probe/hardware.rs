@@ -2,7 +2,7 @@
 
 use super::{Finding, Grade};
 use crate::memory;
-use crate::size::human;
+use pageferry_harness::size::human;
 use pageferry_machine::Backing;
 use std::fs;
 

@@ -2,8 +2,8 @@
 
 use super::{Finding, Grade};
 use crate::procfs;
-use crate::size;
 use crate::vm::deliveries_of;
+use pageferry_harness::size;
 use pageferry_machine::kvm::{self, DirtyTracking};
 use pageferry_machine::{Backing, Delivery, Engine};
 use pageferry_userfault::uffd::{Features, OpenedBy, UffdSupport};

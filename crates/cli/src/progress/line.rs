@@ -1,7 +1,7 @@
 //! The line of progress on a terminal: what matters most comes first, and the rest as it fits.
 
 use super::Rates;
-use crate::size::human;
+use pageferry_harness::size::human;
 use pageferry_migration::Phase;
 use std::time::{Duration, Instant};
 

@@ -2,8 +2,7 @@
 
 use super::timeline::{ms_from, speeds};
 use super::{PhaseAt, Report, Stalls, table};
-use pageferry_bench::kit::charts::{self, Band, Timeline, time};
-use pageferry_bench::kit::{self, escape, scrolling};
+use pageferry_charts::{self as charts, Band, Timeline, escape, scrolling, time};
 use std::fmt::Write;
 
 /// The shown time before and after the move, as a share of the move.
@@ -51,7 +50,7 @@ pub(super) fn show(report: &Report) -> Result<String, String> {
         None => body.push_str("<p>No vCPU touched a page before it was there.</p>\n"),
     }
     phases(report, &mut body);
-    Ok(kit::page("A running VM moved", &about, &body, ""))
+    Ok(charts::page("A running VM moved", &about, &body, ""))
 }
 
 /// The histogram of stalls, with quantiles marked.

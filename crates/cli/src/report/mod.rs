@@ -308,7 +308,7 @@ impl Report {
 pub(crate) fn write(path: &Path, drawn: Result<String, String>) -> Result<(), Failure> {
     let page = drawn
         .map_err(|why| Failure::new(Exit::Internal, format!("cannot draw the report: {why}")))?;
-    pageferry_bench::kit::replace_file(path, &page).map_err(|why| {
+    pageferry_charts::replace_file(path, &page).map_err(|why| {
         Failure::new(
             Exit::Usage,
             format!("cannot write the report to {}: {why}", path.display()),

@@ -1,6 +1,6 @@
 //! The stalls of vCPUs on missing pages.
 
-use pageferry_bench::kit::charts::Bucket;
+use pageferry_charts::Bucket;
 use serde::{Deserialize, Serialize};
 
 /// A long stall. In QEMU's preempt series every seventh fault still exceeded this.

@@ -1,8 +1,8 @@
 //! The report as a table.
 
 use super::Report;
-use crate::size::human;
-use pageferry_bench::kit::charts::time;
+use pageferry_charts::time;
+use pageferry_harness::size::human;
 use std::fmt::Write;
 
 /// Two columns. With `verbose` they have all that is known, and a histogram of the stalls in

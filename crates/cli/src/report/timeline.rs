@@ -1,7 +1,7 @@
 //! The guest's speed over time, from samples of its progress.
 
 use crate::sampler::Sample;
-use pageferry_bench::kit::charts::Line;
+use pageferry_charts::Line;
 
 /// Milliseconds of `at_ns` from `origin_ns`.
 pub(super) fn ms_from(origin_ns: u64, at_ns: u64) -> f64 {

@@ -1,7 +1,7 @@
 //! The flags of `pageferry snapshot`.
 
-use crate::size;
 use clap::{Args, Subcommand};
+use pageferry_harness::size;
 use pageferry_snapshot::Compression;
 use std::path::{Path, PathBuf};
 

@@ -7,7 +7,7 @@ use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::progress::with_progress;
 use crate::signals::Interrupts;
-use crate::size::human;
+use pageferry_harness::size::human;
 use pageferry_snapshot::{Snapshot, What, write_state};
 use serde_json::json;
 

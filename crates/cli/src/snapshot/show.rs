@@ -1,6 +1,6 @@
 //! Results as tables and as JSON.
 
-use crate::size::human;
+use pageferry_harness::size::human;
 use pageferry_snapshot::{Figures, Snapshot};
 use serde_json::{Value, json};
 use std::fmt::Write;

@@ -1,9 +1,9 @@
 //! The flags of `pageferry tunnel`.
 
 use crate::args::{EXIT_CODES, LimitArgs, MetricsArgs, TlsArgs, queue};
-use crate::size;
 use clap::{ArgGroup, Args};
 use pageferry_bridge::tunnel::{Config, Limits, MAX_CHANNELS, Route};
+use pageferry_harness::size;
 use pageferry_migration::Tls;
 use pageferry_migration::address::Address;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! The states and events of tunnels, for people, as JSON and for Prometheus.
 
-use crate::size::human;
 use pageferry_bridge::tunnel::{Event, Failure, SessionState};
+use pageferry_harness::size::human;
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::Duration;

@@ -11,10 +11,10 @@
 
 use super::{DeviceArgs, DeviceKind, Devices, Disks};
 use crate::exit::{Exit, Failure};
-use crate::size;
 use pageferry_devices::MmioBus;
 use pageferry_guest::{GuestError, Isa, Workload};
 use pageferry_harness::isa_of;
+use pageferry_harness::size;
 use pageferry_machine::{Cpuid, Engine, RamLayout};
 use pageferry_migration::Offer;
 

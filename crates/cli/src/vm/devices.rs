@@ -5,9 +5,9 @@
 //! in time. Disks come first, in their order, and then networks.
 
 use crate::exit::{Exit, Failure};
-use crate::size;
 use clap::Args;
 use pageferry_devices::{Block, Entropy, Mac, MmioBus, Net, Tap, VirtioDevice};
+use pageferry_harness::size;
 use std::path::PathBuf;
 use std::str::FromStr;
 

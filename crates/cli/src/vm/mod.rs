@@ -12,9 +12,9 @@ use crate::exit::{Exit, Failure};
 use crate::limits::{self, Needs};
 use crate::memory;
 use crate::report::LargeMappings;
-use crate::size;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Verdict, Workload};
+use pageferry_harness::size;
 use pageferry_harness::{BootError, verify};
 use pageferry_machine::{
     AccessError, ArmOptions, Backing, Console, CpuModel, DeliveryInUse, Engine, EngineChoice,

@@ -1,8 +1,7 @@
 //! `run --kernel`: kernels of the user. These are a few instructions with a kernel's header.
 
-use crate::bench_linux::with_guest;
 use crate::support::terminal::Pty;
-use crate::support::{Dir, PAGEFERRY, Process, pageferry, status};
+use crate::support::{Dir, Ended, PAGEFERRY, Process, pageferry, status};
 use pageferry_testkit::rv64::{
     A1, DBCN, SRST, ZERO, add, addi, and, beq, bltu, bne, call, image, ld, li, sd,
 };
@@ -10,6 +9,15 @@ use pageferry_testkit::{guest_linux, guest_shell, wait_until};
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+
+/// `pageferry`, which finds the guest that the tests run. `None` if there is none.
+fn with_guest(words: &[&str]) -> Option<Ended> {
+    let [kernel, _] = guest_linux()?;
+    let folder = kernel.parent().expect("a file is in a folder");
+    let mut command = Command::new(PAGEFERRY);
+    command.args(words).env("PAGEFERRY_GUEST_LINUX", folder);
+    Some(Process::spawn(command).end())
+}
 
 /// A saved register.
 const S1: u32 = 9;

@@ -3,16 +3,6 @@
 mod activation;
 mod architecture;
 mod backings;
-#[cfg(feature = "bench")]
-mod bench_demand_paging;
-#[cfg(feature = "bench")]
-mod bench_dirty_log;
-#[cfg(feature = "bench")]
-mod bench_linux;
-#[cfg(feature = "bench")]
-mod bench_postcopy_latency;
-#[cfg(feature = "bench")]
-mod bench_tunnel;
 mod check;
 mod cloud_hypervisor;
 mod cloud_hypervisor_restore;
@@ -26,10 +16,6 @@ mod devices;
 mod docs_links;
 mod firecracker;
 mod interrupts;
-#[cfg_attr(
-    not(feature = "bench"),
-    expect(dead_code, reason = "only benchmarks split a section")
-)]
 mod json_document;
 mod json_output;
 mod limits;
@@ -60,7 +46,6 @@ mod support;
 mod terminal;
 mod trust;
 mod tunnel;
-#[cfg(feature = "bench")]
 mod tunnel_qemu;
 mod two_hosts;
 mod two_processes;

@@ -9,9 +9,8 @@
 //! determines the kind of migration, the fault of the link, and its moment.
 
 use crate::support::{Dir, PAGEFERRY, Process};
-use pageferry_bench::BenchError;
-use pageferry_bench::qemu::{self, Machine, Qemu};
 use pageferry_guest::{Isa, Workload};
+use pageferry_testkit::qemu::{self, Error, Machine, Qemu};
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::two_hosts::{self, Host, Link, Rate, TwoHosts};
 use pageferry_testkit::{Random, netns, seeds, skip, wait_for, wait_until};
@@ -139,7 +138,7 @@ impl Pair {
     }
 
     /// The states of both ends.
-    fn states(&mut self) -> Result<[String; 2], BenchError> {
+    fn states(&mut self) -> Result<[String; 2], Error> {
         Ok([self.source.migration()?, self.destination.migration()?])
     }
 
@@ -170,7 +169,7 @@ impl Pair {
         let destination = &self.destination;
         let verdict = self
             .workload
-            .verify::<BenchError>(&mut |page, bytes| destination.read_page(page, bytes));
+            .verify::<Error>(&mut |page, bytes| destination.read_page(page, bytes));
         let verdict = verdict.expect("all pages can be read");
         assert_eq!(
             (verdict.error_count, verdict.guest_errors),

@@ -65,7 +65,7 @@ const STOCK_MODULES: [&str; 6] = [
 /// Build a Linux for guests, and print its folder
 ///
 /// The folder has a kernel (Image), a shell with the usual commands (shell.gz), and a first process
-/// (initrd.gz) for tests, for `pageferry demo --guest linux` and for `pageferry bench linux`. All
+/// (initrd.gz) for tests, for `pageferry demo --guest linux` and for `pageferry-bench linux`. All
 /// are Debian's source: Linux 6.12, and busybox with musl. The first build fetches it and takes
 /// minutes and 2 GiB in the cache. For x86-64 the folder has a small kernel (bzImage and
 /// vmlinux) with the same first process (initrd.gz). It also has Debian's own kernel for clouds

@@ -1,0 +1,211 @@
+//! The output of `demand-paging`, for programs and for people.
+
+use crate::support::bench;
+use pageferry_testkit::skip;
+
+/// The exit code of a host whose cores are busy with other work.
+const BUSY: i32 = 15;
+
+fn tiny<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let common = [
+        "demand-paging",
+        "--memory-per-vcpu",
+        "256K",
+        "--repeat",
+        "2",
+    ];
+    let common = common.iter().chain(if more.contains(&"--model") {
+        &[][..]
+    } else {
+        &["--quick"]
+    });
+    common.chain(more).copied().collect()
+}
+
+#[test]
+fn measured_figures_are_not_modelled_ones() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let page = dir.path().join("paging.html");
+    let shown = page.to_str().expect("a UTF-8 path");
+    let ended = bench(&tiny(&[
+        "--engine", "soft", "--vcpus", "3,1", "--json", "--report", shown,
+    ]));
+    ended.assert_ok();
+    let json = ended.json();
+    assert_eq!(json["modelled"], false);
+    let cells = json["cells"].as_array().expect("cells");
+    let parallel: Vec<_> = cells
+        .iter()
+        .filter(|cell| cell["scheme"] == "parallel")
+        .map(|cell| (cell["vcpus"].as_u64(), cell["delivery"].as_str()))
+        .collect();
+    let expected: Vec<_> = [1, 3]
+        .into_iter()
+        .flat_map(|vcpus| ["none", "exit"].map(|delivery| (Some(vcpus), Some(delivery))))
+        .collect();
+    assert_eq!(parallel, expected);
+    for cell in cells {
+        assert_eq!(
+            (&cell["engine"], &cell["pages_each"]),
+            (&"soft".into(), &64.into())
+        );
+        for key in ["pages_per_s", "pages_per_s_vcpu", "ns_per_touch"] {
+            let figure = |part: &str| cell[key][part].as_f64().expect("a number");
+            assert!(figure("min") > 0.0 && figure("samples") == 2.0, "{cell}");
+            assert!(
+                figure("min") <= figure("median") && figure("median") <= figure("max"),
+                "{cell}"
+            );
+        }
+    }
+    let page = std::fs::read_to_string(&page).expect("the page was written");
+    assert_eq!(page.matches("<svg").count(), 1);
+    assert!(!page.contains("MODEL"));
+}
+
+#[test]
+fn a_page_that_cannot_be_written_does_not_cost_the_figures() {
+    let ended = bench(&tiny(&[
+        "--engine",
+        "soft",
+        "--vcpus",
+        "1",
+        "--json",
+        "--report",
+        "/no/such/place/page.html",
+    ]));
+    ended.assert_failed(2, "cannot write /no/such/place/page.html");
+    assert!(!ended.json()["cells"].as_array().expect("cells").is_empty());
+}
+
+#[test]
+fn the_options_of_the_kernels_test_print_its_lines() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let picture = dir.path().join("paging.svg");
+    let shown = picture.to_str().expect("a UTF-8 path");
+    let words =
+        "demand-paging --engine soft --quick --repeat 1 -v 2 -b 256K -s shmem -a -k -o -d 1";
+    let mut words: Vec<_> = words.split(' ').collect();
+    words.extend(["--report", shown]);
+    let ended = bench(&words);
+    ended.assert_ok();
+    for line in [
+        "Total guest execution time:\t",
+        "Per-vcpu demand paging rate:\t",
+        "Overall demand paging rate:\t",
+    ] {
+        let found = ended.stdout.matches(line).count();
+        assert_eq!(found, 2, "parallel and serialised: {}", ended.stdout);
+    }
+    let svg = std::fs::read_to_string(&picture).expect("the figure was written");
+    assert!(svg.starts_with("<svg") && svg.contains("soft, exit"));
+    let plain = bench(&[
+        "demand-paging",
+        "--engine",
+        "soft",
+        "--quick",
+        "--repeat",
+        "1",
+        "--matrix",
+        "--vcpus",
+        "1",
+        "--json",
+    ]);
+    plain.assert_ok();
+    let rows = plain.json()["rows"].as_array().expect("rows").len();
+    assert_eq!(rows, 2 + 2 * 3);
+}
+
+#[test]
+fn options_that_do_not_fit_are_usage_errors() {
+    let refused = |more: &[&str], why| bench(&tiny(more)).assert_failed(2, why);
+    refused(&["-s", "hugetlb-2m"], "use shmem, shmem-thp or anonymous");
+    refused(&["-s", "src_anon"], "unknown backing 'src_anon'");
+    refused(&["-u", "missing", "-k"], "leave out -u missing");
+    refused(&["--matrix", "-r", "2"], "cannot be used with");
+    refused(&["--compare-readers", "-r", "2"], "cannot be used with");
+    refused(&["-r", "0"], "0 is not in 1..=1024");
+    let minor = tiny(&["--engine", "soft", "-u", "minor"]);
+    bench(&minor).assert_failed(4, "fault delivery 'minor' is not available");
+}
+
+#[test]
+fn the_model_says_that_it_is_one() {
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        skip("cores", "the model needs two cores");
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let picture = dir.path().join("figure.svg");
+    let shown = picture.to_str().expect("a UTF-8 path");
+    let ended = bench(&tiny(&[
+        "--model", "--vcpus", "1,64", "--seed", "5", "--json", "--report", shown,
+    ]));
+    if ended.code == Some(BUSY) && skip("cores", &ended.stderr) {
+        return;
+    }
+    ended.assert_ok();
+    let json = ended.json();
+    assert_eq!(json["modelled"], true);
+    assert_eq!(json["seed"], 5);
+    assert_eq!(json["talk"]["vcpus"], 416);
+    for part in [
+        "guest_ns",
+        "lookup_ns",
+        "map_ns",
+        "missing_ns",
+        "exit_ns",
+        "copy_ns",
+        "lock_ns",
+        "handover_ns",
+        "line_ns",
+    ] {
+        assert!(json["parts"][part]["median"].is_f64(), "{part}");
+    }
+    assert_eq!(json["checks"].as_array().map(Vec::len), Some(8));
+    let curves = json["curves"].as_array().expect("curves");
+    let deliveries: Vec<_> = curves
+        .iter()
+        .map(|curve| curve["delivery"].as_str())
+        .collect();
+    assert_eq!(deliveries, [Some("none"), Some("exit")]);
+    for curve in curves {
+        for (point, vcpus) in curve["points"]
+            .as_array()
+            .expect("points")
+            .iter()
+            .zip([1, 64])
+        {
+            assert_eq!(
+                (&point["modelled"], &point["vcpus"]),
+                (&true.into(), &vcpus.into())
+            );
+            let of = |scheme: &str, key: &str| point[scheme][key].as_f64().expect("a number");
+            assert!(of("parallel", "seconds") > 0.0);
+            assert!(of("serialised", "waiting_percent") >= of("parallel", "waiting_percent"));
+        }
+    }
+    let svg = std::fs::read_to_string(&picture).expect("the figure was written");
+    assert!(svg.starts_with("<svg") && svg.contains("MODELLED"));
+}
+
+#[test]
+fn what_cannot_be_measured_is_a_usage_error() {
+    bench(&["demand-paging", "--vcpus", "0"]).assert_failed(2, "0 is not in 1..=1024");
+    bench(&["demand-paging", "--seed", "1"]).assert_failed(2, "required arguments");
+    bench(&["demand-paging", "--model", "--overlap"]).assert_failed(2, "cannot be used with");
+    let much = |vcpus| {
+        let words = [
+            "demand-paging",
+            "--engine",
+            "soft",
+            "--memory-per-vcpu",
+            "1T",
+            "--vcpus",
+            vcpus,
+        ];
+        bench(&words)
+    };
+    much("1").assert_failed(2, "choose a smaller");
+    much("64").assert_failed(2, "more memory than a guest can address");
+}

@@ -1,0 +1,122 @@
+//! `postcopy-latency`: its output, and what it leaves behind.
+
+use crate::support::{BENCH, Running, bench, ended};
+use pageferry_testkit::two_hosts::{Link, Rate, or_skip};
+use pageferry_testkit::wait_until;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// The shortest run of one column.
+pub(crate) const TINY: [&str; 6] = [
+    "postcopy-latency",
+    "--quick",
+    "--vcpus",
+    "2",
+    "--rate",
+    "1gbit",
+];
+
+/// Whether this machine cannot make hosts, after it has been reported.
+pub(crate) fn skipped() -> bool {
+    let link = Link {
+        congestion: Some("cubic".into()),
+        ..Link::new(Rate::mbit(1000))
+    };
+    or_skip(&link).is_none()
+}
+
+/// The namespaces of a process.
+fn namespaces_of(pid: u32) -> Vec<String> {
+    let prefix = format!("pageferry-{pid}-");
+    let entries = std::fs::read_dir("/run/netns").into_iter().flatten();
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    names.filter(|name| name.starts_with(&prefix)).collect()
+}
+
+#[test]
+fn the_json_and_the_page_have_every_row() {
+    if skipped() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let page = dir.path().join("latency.html");
+    let more = ["--json", "--report", page.to_str().expect("a UTF-8 path")];
+    let ended = bench(&[&TINY[..], &more].concat());
+    ended.assert_ok();
+    let json = ended.json();
+    let column = &json["columns"][0];
+    assert_eq!(column["vcpus"], 2);
+    assert_eq!(column["rounds"].as_array().expect("rounds").len(), 1);
+    assert_eq!(column["noisy"], true, "one round gives no verdict");
+    let rows = column["rows"].as_array().expect("rows");
+    let modes: Vec<_> = rows.iter().map(|row| row["mode"].as_str()).collect();
+    let all = [
+        "vanilla",
+        "preempt",
+        "no_prefetch",
+        "in_order",
+        "in_order_no_prefetch",
+        "idle",
+        "floor",
+    ];
+    assert_eq!(modes, all.map(Some));
+    for row in rows {
+        let stalls = row["stalls"].as_u64().expect("an integer");
+        let bars = row["histogram"].as_array().expect("bars");
+        let counted: u64 = bars.iter().filter_map(|bar| bar["count"].as_u64()).sum();
+        assert!(stalls > 0 && stalls == counted, "{row}");
+        assert!(row["mean_us"]["median"].as_f64() > Some(0.0), "{row}");
+        let pushed = row["mode"] != "idle" && row["mode"] != "floor";
+        assert_eq!(row["total_s"].is_object(), pushed, "{row}");
+        let busy = row["link_busy_percent"]["median"].as_f64();
+        assert_eq!(busy.is_some(), pushed, "{row}");
+        assert!(busy.is_none_or(|busy| busy > 1.0 && busy < 110.0), "{row}");
+    }
+    let page = std::fs::read_to_string(&page).expect("the page was written");
+    assert_eq!(page.matches("<svg").count(), 7);
+}
+
+#[test]
+fn an_interrupt_leaves_nothing_behind() {
+    if skipped() {
+        return;
+    }
+    let words = [&TINY[..], &["--repeat", "1000"]].concat();
+    let running = Running::until_said(&words, "round 1 of 1000");
+    let pid = running.pid();
+    let names = namespaces_of(pid);
+    assert_eq!(names.len(), 2, "{names:?}");
+    let source = format!("pageferry-{pid}-0-a");
+    wait_until("the source's process", || {
+        let listed = Command::new("ip").args(["netns", "pids", &source]).output();
+        listed.is_ok_and(|listed| !listed.stdout.is_empty()) || namespaces_of(pid).is_empty()
+    });
+    assert_eq!(running.interrupt(), Some(9));
+    assert!(namespaces_of(pid).is_empty());
+}
+
+#[test]
+fn without_the_privilege_one_sentence_says_so() {
+    if skipped() {
+        return;
+    }
+    // A copy, as the folder of the build may be closed to others.
+    let copy = std::env::temp_dir().join(format!("pageferry-latency-{}", std::process::id()));
+    std::fs::copy(BENCH, &copy).expect("a copy");
+    let mut command = Command::new(&copy);
+    command.args(TINY).current_dir("/").uid(65534).gid(65534);
+    let ended = ended(&mut command);
+    std::fs::remove_file(&copy).expect("removed");
+    ended.assert_failed(12, "needs root");
+}
+
+#[test]
+fn what_cannot_be_measured_is_a_usage_error() {
+    let fails = |more: &[&str], part: &str| {
+        bench(&[&["postcopy-latency"], more].concat()).assert_failed(2, part);
+    };
+    fails(&["--vcpus", "0"], "0 is not in 1..=64");
+    fails(&["--rate", "fast"], "expected a whole number with bit");
+    fails(&["--pages", "8k"], "8k");
+    fails(&["--memory", "3M"], "expected a multiple of 2 MiB");
+}
