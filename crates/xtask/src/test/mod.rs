@@ -27,6 +27,8 @@ use std::time::Instant;
 const AT_ONCE: usize = 2;
 
 /// Run the tests of all crates, and say at the end which could not run here and why
+///
+/// Those of the benchmarks run only if they are named: -p pageferry-bench.
 #[derive(clap::Args)]
 #[command(
     after_help = "PAGEFERRY_REQUIRE=kvm,uffd,fuse,linux,lab,netns,qemu makes a skip for want of these a failure. \
@@ -68,7 +70,7 @@ pub(crate) fn run(args: &Args) -> ExitCode {
 /// Whether all tests passed.
 fn tests(args: &Args) -> Result<bool, String> {
     let began = Instant::now();
-    let mut programs = programs::build(&args.profile)?;
+    let mut programs = programs::build(&args.profile, &args.package)?;
     let built = began.elapsed();
     programs.retain(|program| args.wants(&program.package, program.kind));
     if args.no_run {
@@ -187,7 +189,7 @@ fn run_documentation(args: &Args, environment: &Environment, report: &mut Report
     let mut cargo = programs::cargo();
     cargo.args(["test", "--doc"]);
     if args.package.is_empty() {
-        cargo.arg("--workspace");
+        cargo.args(programs::workspace(&[]));
     }
     cargo.args(args.package.iter().flat_map(|name| ["-p", name]));
     cargo.arg("--").args(&args.arguments);

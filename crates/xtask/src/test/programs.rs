@@ -18,6 +18,10 @@ const STRESSED: [&str; 6] = [
     "pageferry-userfault",
 ];
 
+/// The crate of the benchmarks. It compiles other projects, which no other crate needs. It changes
+/// no features of the crates that all share.
+const BENCH: &str = "pageferry-bench";
+
 /// The programs that run longest, in this order. The others fill the gaps at the end.
 const LONGEST: [&str; 6] = [
     "pageferry-migration it",
@@ -72,6 +76,14 @@ impl Program {
     }
 }
 
+/// The words by which cargo takes all crates, or all but [`BENCH`] if `packages` do not name it.
+pub(super) fn workspace(packages: &[String]) -> impl Iterator<Item = &'static str> {
+    let exclude = [Some("--exclude"), Some(BENCH)];
+    let named = packages.iter().any(|name| name == BENCH);
+    let words = if named { [None, None] } else { exclude };
+    std::iter::once("--workspace").chain(words.into_iter().flatten())
+}
+
 /// The folder of the workspace.
 pub(super) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -84,14 +96,15 @@ pub(super) fn cargo() -> Command {
     cargo
 }
 
-/// Builds all test programs of the workspace, or those of [`STRESSED`] by the profile `stress`.
-pub(super) fn build(profile: &str) -> Result<Vec<Program>, String> {
+/// Builds the test programs of the workspace, or those of [`STRESSED`] by the profile `stress`. Those
+/// of [`BENCH`] are built only if `packages` name it.
+pub(super) fn build(profile: &str, packages: &[String]) -> Result<Vec<Program>, String> {
     let mut cargo = cargo();
     cargo.args(["test", "--no-run", "--profile", profile]);
     if profile == "stress" {
         cargo.args(STRESSED.iter().flat_map(|name| ["-p", name]));
     } else {
-        cargo.arg("--workspace");
+        cargo.args(workspace(packages));
     }
     let output = cargo
         .arg("--message-format=json-render-diagnostics")
