@@ -123,10 +123,18 @@ pub fn rotating_seeds(variable: &str, count: u64, all: u64) -> Range<u64> {
 /// If the variable is not a whole number.
 #[must_use]
 pub fn rotation() -> u64 {
-    std::env::var("PAGEFERRY_ROTATION").map_or(0, |text| {
-        text.parse().unwrap_or_else(|_| {
-            panic!("PAGEFERRY_ROTATION is '{text}': expected a whole number")
-        })
+    number("PAGEFERRY_ROTATION", 0)
+}
+
+/// The size of a test: the environment variable `variable`, or `default`. The slow tests set it.
+///
+/// # Panics
+/// If the variable is not a whole number.
+#[must_use]
+pub fn number(variable: &str, default: u64) -> u64 {
+    std::env::var(variable).map_or(default, |text| {
+        let number = text.parse();
+        number.unwrap_or_else(|_| panic!("{variable} is '{text}': expected a whole number"))
     })
 }
 

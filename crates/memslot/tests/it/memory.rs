@@ -56,7 +56,7 @@ fn a_slot_takes_less_than_256_bytes() {
         // Half of the slots go and come again at random, several times. Some move.
         let mut random = Random::new(1);
         let mut gone = Vec::new();
-        for _ in 0..6 {
+        for _ in 0..3 {
             while gone.len() < usize::from(slots / 2) {
                 let id = random.below(u64::from(slots)) as u16;
                 if writer.set(Request::delete(0, id)).is_ok() {
