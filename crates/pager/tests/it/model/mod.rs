@@ -12,9 +12,9 @@
 //! off, and each search without one finds a breach. `docs/pager-states.md` has the argument.
 //!
 //! **Bounds.** Two pages with a vCPU's thread each, and a balloon that removes one page after the
-//! other. One death, and two in the slow tests. A pager has one thread that reads and two that place. Touches have no bound.
-//! A thread that places waits for the source's answer and for the gate in one state: an answer that
-//! comes late is a gate that is taken late.
+//! other. One death, and two in the slow tests. A pager has one thread that reads and two that
+//! place. Touches have no bound. A thread that places waits for the source's answer and for the
+//! gate in one state: an answer that comes late is a gate that is taken late.
 //!
 //! **Kernel.** A dequeued message is copied to the ring later, but the copy is always made: SIGKILL
 //! acts when a system call returns. A removal makes placing fail (EAGAIN) from its beginning until
