@@ -28,6 +28,7 @@ use core::fmt;
 use core::ops::Range;
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use std::sync::Weak;
+use std::time::Duration;
 
 /// Maps present pages of an armed machine, from a first page on.
 pub(crate) type MapPages = dyn Fn(RamPage, u64) + Send + Sync;
@@ -338,10 +339,20 @@ impl GuestRam {
     /// ```
     ///
     /// # Errors
-    /// When the memory is frozen already, or a device holds on to it for longer than a second.
+    /// When the memory is frozen already, or a device holds on to it for too long: see
+    /// [`GuestRam::set_device_limit`].
     pub fn freeze(&self) -> Result<Frozen<'_>, MachineError> {
         self.gate.freeze()?;
         Ok(Frozen(self))
+    }
+
+    /// Sets how long [`GuestRam::freeze`] and arming wait for devices that hold on to memory. The
+    /// default is a second.
+    ///
+    /// # Panics
+    /// If it was set before.
+    pub fn set_device_limit(&self, limit: Duration) {
+        self.gate.set_limit(limit);
     }
 
     fn fetching(

@@ -26,8 +26,8 @@ use pageferry_userfault::PageBitmap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// The longest wait for accesses under way. An access is one copy, unless a device holds on to
-/// memory.
+/// The longest wait for accesses under way, unless [`AccessGate::set_limit`] sets another. An access
+/// is one copy, unless a device holds on to memory.
 const LIMIT: Duration = Duration::from_secs(1);
 
 /// Nothing gets in: the machine waits for its memory.
@@ -52,6 +52,7 @@ pub(crate) struct AccessGate {
     state: AtomicU64,
     /// The missing bitmap, once the machine was armed.
     missing: OnceLock<Arc<PageBitmap>>,
+    limit: OnceLock<Duration>,
 }
 
 impl AccessGate {
@@ -89,6 +90,12 @@ impl AccessGate {
     /// present if its bit is clear. The page then stays present, since no bit is set again.
     pub(crate) fn missing(&self) -> Option<&PageBitmap> {
         self.missing.get().map(|missing| &**missing)
+    }
+
+    /// Sets the longest wait for accesses under way, once.
+    pub(crate) fn set_limit(&self, limit: Duration) {
+        let first = self.limit.set(limit).is_ok();
+        assert!(first, "the limit is set already");
     }
 
     /// Closes the gate, calls `arm`, and keeps the gate closed if `arm` succeeds.
@@ -133,7 +140,7 @@ impl AccessGate {
                 "another migration of this machine is under way",
             ));
         }
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + *self.limit.get().unwrap_or(&LIMIT);
         while self.state.load(Ordering::Acquire) & out != 0 {
             if Instant::now() > deadline {
                 self.open(flag);

@@ -102,20 +102,27 @@ pub fn seeds(variable: &str, default: u64) -> Range<u64> {
         .unwrap_or_else(|| panic!("{variable} is '{text}': expected a number or a range, 300..600"))
 }
 
-/// `count` of `all` seeds, which rotate by [`rotation`], or what the environment variable
-/// `variable` says: a number of seeds, or a range such as `300..600`. The slow tests set it.
+/// `count` of `all` seeds, which rotate by [`rotation`]. All of them in the slow tests. Or what the
+/// environment variable `variable` says: a number of seeds, or a range such as `300..600`.
 ///
 /// # Panics
 /// If the variable is neither, or if `count` is 0 or more than `all`.
 #[must_use]
 pub fn rotating_seeds(variable: &str, count: u64, all: u64) -> Range<u64> {
     assert!((1..=all).contains(&count), "{count} of {all} seeds");
-    let start = rotation() % (all / count) * count;
-    let given = std::env::var_os(variable).is_some();
-    if given {
-        seeds(variable, count)
-    } else {
-        start..start + count
+    if std::env::var_os(variable).is_some() {
+        return seeds(variable, count);
+    }
+    let start = sized(rotation() % (all / count) * count, 0);
+    start..start + sized(count, all)
+}
+
+/// The size of a test: `quick`, or `whole` in the slow tests, which set `PAGEFERRY_WHOLE`.
+#[must_use]
+pub fn sized(quick: u64, whole: u64) -> u64 {
+    match std::env::var_os("PAGEFERRY_WHOLE") {
+        Some(_) => whole,
+        None => quick,
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::scene::{Scene, calm, exchange, quick};
 use pageferry_bridge::tunnel::{Config, Event, Failure, SessionState};
 use pageferry_testkit::shaper::{Plan, Schedule, Shaper, Which};
-use pageferry_testkit::wait_until;
+use pageferry_testkit::{rotating_seeds, wait_until};
 use std::io::{Read, Write};
 use std::time::Duration;
 
@@ -19,24 +19,9 @@ fn through_shaper(config: &Config) -> (Scene, Shaper) {
     (scene, shaper.unwrap())
 }
 
-/// The seeds of schedules: `PAGEFERRY_TUNNEL_SCHEDULES` is a number, or a range.
-fn seeds(few: u64) -> std::ops::Range<u64> {
-    let Ok(text) = std::env::var("PAGEFERRY_TUNNEL_SCHEDULES") else {
-        return 0..few;
-    };
-    let number = |text: &str| {
-        text.parse()
-            .expect("a number of schedules, or a range A..B")
-    };
-    match text.split_once("..") {
-        None => 0..number(&text),
-        Some((from, to)) => number(from)..number(to),
-    }
-}
-
 #[test]
 fn seeded_schedules_lose_no_byte() {
-    for seed in seeds(4) {
+    for seed in rotating_seeds("PAGEFERRY_TUNNEL_SCHEDULES", 2, 30) {
         let (scene, shaper) = through_shaper(&quick());
         // Enough for the whole schedule at the rate that the faults leave.
         shaper.throttle(Some(20 << 20));
@@ -100,7 +85,7 @@ fn a_far_end_that_is_gone_for_good_is_given_up() {
 #[test]
 fn a_far_end_that_was_never_there_is_told_to_the_vmm() {
     let mut config = calm();
-    config.patience.connect = Duration::from_secs(5);
+    config.patience.connect = Duration::from_millis(1500);
     let (scene, shaper) = through_shaper(&config);
     shaper.refuse(true);
     let mut rest = Vec::new();

@@ -137,6 +137,8 @@ fn records_that_no_tunnel_sends_end_the_session_and_no_other() {
         for record in &records {
             send(&connection, record);
         }
+        // The far end waits for this, or for its limit.
+        connection.shutdown_write();
         let (end, _) = scene.far_log.end(number + 1);
         let Err(Failure::Protocol(why)) = end else {
             panic!("{part}: {end:?}");

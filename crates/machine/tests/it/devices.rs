@@ -10,6 +10,7 @@ use std::error::Error;
 use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use virtio_queue::desc::RawDescriptor;
 use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
@@ -191,6 +192,7 @@ fn a_device_that_holds_on_to_memory_keeps_a_migration_away() {
         let machine = &new.machine;
         let memory = DeviceMemory::new(Arc::clone(machine.ram()), || false);
         let view = memory.memory();
+        machine.ram().set_device_limit(Duration::from_millis(20));
         let missing = Arc::new(PageBitmap::new(PAGES as usize));
         let arm = || {
             machine

@@ -6,6 +6,7 @@ use crate::support::{
 use pageferry_addr::RamPage;
 use pageferry_machine::kvm::DirtyTracking;
 use pageferry_machine::{Exit, MachineError, NewMachine, Vcpu};
+use pageferry_testkit::sized;
 use pageferry_userfault::PageBitmap;
 use std::time::{Duration, Instant};
 
@@ -109,11 +110,12 @@ fn pages_written_once_while_harvests_run(tracking: DirtyTracking) {
     // Not a multiple of 64 pages: the slot ends inside a word.
     let mut copied = Copied::new(tracking, 1001);
     copied.new.machine.set_dirty_log(true).unwrap();
+    let rounds = sized(10, 40);
     let mut harvests = 0;
     // A harvester that gets little time beside the guests needs more rounds to race them.
     let until = Instant::now() + pageferry_testkit::LIMIT;
     let mut round = 0;
-    while round < 40 || harvests <= 80 {
+    while round < rounds || harvests as u64 <= 2 * rounds {
         assert!(
             Instant::now() < until,
             "only {harvests} harvests in {round} rounds"
@@ -145,7 +147,7 @@ fn pages_written_all_the_time(tracking: DirtyTracking, each: u64) {
     let mut copied = Copied::new(tracking, each);
     copied.new.machine.set_dirty_log(true).unwrap();
     copied.start(&HAMMER);
-    let end = Instant::now() + Duration::from_millis(500);
+    let end = Instant::now() + Duration::from_millis(sized(200, 500));
     let kickers: Vec<_> = copied.new.vcpus.iter().map(|vcpu| vcpu.kicker()).collect();
     let ram = copied.new.machine.ram().clone();
     let firsts = [DATA, RamPage(DATA.0 + each)];
@@ -182,7 +184,7 @@ fn a_ring_that_overflows_between_two_harvests_loses_nothing() {
         return;
     }
     for tracking in trackings() {
-        let each = 20 * u64::from(SMALL_RING);
+        let each = sized(5, 20) * u64::from(SMALL_RING);
         let mut copied = Copied::new(tracking, each);
         copied.new.machine.set_dirty_log(true).unwrap();
         for round in 1..=3 {
@@ -288,8 +290,10 @@ fn exactly_the_written_pages_are_dirty() {
 }
 
 fn written_pages_are_dirty(tracking: DirtyTracking) {
-    let mut new = tracked(1, 256 * 512, tracking);
-    let (first, last) = (RamPage(1000), RamPage(130_000));
+    let mib = sized(32, 512);
+    let pages = mib << 8;
+    let mut new = tracked(1, pages, tracking);
+    let (first, last) = (RamPage(1000), RamPage(pages - 1000));
     let ram = new.machine.ram().clone();
     // One sweep before the log is on maps every page, writable, in the guest.
     for round in 0..2 {
@@ -325,7 +329,7 @@ fn written_pages_are_dirty(tracking: DirtyTracking) {
     let nothing = PageBitmap::new(ram.pages() as usize);
     assert_eq!(new.machine.harvest_dirty(&nothing, true).unwrap(), 0);
     println!(
-        "{tracking:?}, 512 MiB, {expected} pages dirty: harvest {copying:?}, with re-arming {rearming:?}, of a clean log {:?}",
+        "{tracking:?}, {mib} MiB, {expected} pages dirty: harvest {copying:?}, with re-arming {rearming:?}, of a clean log {:?}",
         begin.elapsed()
     );
 }

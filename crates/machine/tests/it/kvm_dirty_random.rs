@@ -9,7 +9,7 @@ use crate::support::{DATA, drive_beside, no_kvm, run, start, tracked, trackings}
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::kvm::DirtyTracking;
 use pageferry_machine::{Exit, GuestRam, NewMachine, Vcpu};
-use pageferry_testkit::LIMIT;
+use pageferry_testkit::{LIMIT, sized};
 use pageferry_userfault::PageBitmap;
 use std::time::{Duration, Instant};
 
@@ -186,6 +186,7 @@ fn harvests_name_every_page_that_has_changed() {
 }
 
 fn harvests_name_what_has_changed(tracking: DirtyTracking) {
+    let least = Duration::from_millis(sized(200, 500));
     let mut test = Test::new(tracking);
     for phase in 0..2 {
         // All pages are mapped. Then the log starts under running vCPUs.
@@ -209,7 +210,7 @@ fn harvests_name_what_has_changed(tracking: DirtyTracking) {
         test.begin(now, 1);
         let begin = Instant::now();
         let mut iteration = 1;
-        while begin.elapsed() < Duration::from_millis(500) || iteration < 8 {
+        while begin.elapsed() < least || iteration < 8 {
             assert!(begin.elapsed() < LIMIT, "only {iteration} iterations");
             // A different share of the pages each time.
             test.run(iteration * 97 % (2 * USED), Test::harvest);

@@ -10,7 +10,7 @@ use pageferry_machine::{
     Access, ArmOptions, Backing, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError,
     Vcpu, kvm,
 };
-use pageferry_testkit::{LIMIT, Random, Stop, skip};
+use pageferry_testkit::{LIMIT, Random, Stop, rotating_seeds, skip};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -540,19 +540,18 @@ fn kvms_interrupt_controllers_change_nothing() {
 
 #[test]
 fn several_userfaultfds_and_readers_change_nothing() {
-    for streams in [(3, 2), (2, 1), (1, 3)] {
-        for busy in [false, true] {
-            let beside = Beside {
-                streams: Some(streams),
-                push: busy,
-                drop: busy,
-                kick: busy,
-                overlap: busy,
-                tables: true,
-                ..Beside::default()
-            };
-            by_every_delivery(800, beside);
-        }
+    for case in rotating_seeds("PAGEFERRY_USERFAULTFDS", 3, 6) {
+        let busy = case >= 3;
+        let beside = Beside {
+            streams: Some([(3, 2), (2, 1), (1, 3)][case as usize % 3]),
+            push: busy,
+            drop: busy,
+            kick: busy,
+            overlap: busy,
+            tables: true,
+            ..Beside::default()
+        };
+        by_every_delivery(800, beside);
     }
 }
 
@@ -697,27 +696,14 @@ fn pages_dropped_from_the_mapping_at_any_moment_come_back() {
         return;
     }
     for delivery in DELIVERIES {
-        for each in [1500, 300, 40] {
-            demand(
-                delivery,
-                each,
-                Beside {
-                    push: true,
-                    drop: true,
-                    kick: true,
-                    ..Beside::default()
-                },
-            );
-            demand(
-                delivery,
-                each,
-                Beside {
-                    push: false,
-                    drop: true,
-                    kick: true,
-                    ..Beside::default()
-                },
-            );
+        for case in rotating_seeds("PAGEFERRY_DROPS", 3, 6) {
+            let beside = Beside {
+                push: case >= 3,
+                drop: true,
+                kick: true,
+                ..Beside::default()
+            };
+            demand(delivery, [1500, 300, 40][case as usize % 3], beside);
         }
     }
 }

@@ -3,7 +3,7 @@
 use crate::allocator::{bytes_of, live, uncounted};
 use pageferry_addr::{Gfn, Hva};
 use pageferry_memslot::{Limits, Request, SlotWriter};
-use pageferry_testkit::{LIMIT, Random};
+use pageferry_testkit::{LIMIT, Random, sized};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
@@ -56,7 +56,7 @@ fn a_slot_takes_less_than_256_bytes() {
         // Half of the slots go and come again at random, several times. Some move.
         let mut random = Random::new(1);
         let mut gone = Vec::new();
-        for _ in 0..6 {
+        for _ in 0..sized(3, 6) {
             while gone.len() < usize::from(slots / 2) {
                 let id = random.below(u64::from(slots)) as u16;
                 if writer.set(Request::delete(0, id)).is_ok() {

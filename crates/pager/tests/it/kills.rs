@@ -6,7 +6,7 @@ use crate::scene::{
 };
 use pageferry_pager::{DirectoryError, Pager, Restore, Settings, StartError};
 use pageferry_testkit::firecracker::{Config, Contents, Double, Fields, Task, Wrong};
-use pageferry_testkit::{Random, Stop, seeds, skip, wait_until};
+use pageferry_testkit::{Random, Stop, rotating_seeds, skip, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::collections::VecDeque;
@@ -20,7 +20,7 @@ use std::time::Duration;
 
 /// The kills of the long test, by their numbers. The first one is the seed.
 fn kills() -> Range<u64> {
-    seeds("PAGEFERRY_PAGER_KILLS", 50)
+    rotating_seeds("PAGEFERRY_PAGER_KILLS", 10, 1000)
 }
 
 /// VMs of 4 MiB, served by pagers in processes of their own.

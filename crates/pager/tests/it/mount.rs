@@ -8,7 +8,7 @@ use pageferry_pager::{
 };
 use pageferry_snapshot::{Input, Options, pack};
 use pageferry_testkit::firecracker::{Backend, Config, Double, PAGE_BYTES, Task, page_contents};
-use pageferry_testkit::{Random, seeds, wait_until};
+use pageferry_testkit::{Random, rotating_seeds, wait_until};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open};
@@ -309,8 +309,20 @@ fn files_have_the_contents_of_their_sources_and_nobody_writes_them() {
         Survival::Lost(why) => assert!(why.contains("no service manager"), "{why}"),
         other => panic!("{other:?}"),
     }
-    mount.unmount().expect("nobody uses it");
+    unmount_unused(&mount);
     place.assert_unmounted();
+}
+
+/// Unmounts a file system that nobody uses. A child that another test forks has the open files of
+/// this process until it executes its program.
+fn unmount_unused(mount: &Mount) {
+    wait_until("the end of all uses", || match mount.unmount() {
+        Err(MountError::InUse { .. }) => false,
+        ended => {
+            ended.expect("unmounted");
+            true
+        }
+    });
 }
 
 /// The sizes of a VM's mapping of a file in KiB: all pages, and those of its own.
@@ -369,7 +381,7 @@ fn vms_share_the_clean_pages_and_a_second_one_reads_nothing() {
     let refused = mount.unmount().unwrap_err();
     assert!(matches!(refused, MountError::InUse { .. }), "{refused}");
     assert!(first.quit().success() && second.quit().success());
-    mount.unmount().expect("nobody uses it");
+    unmount_unused(&mount);
     place.assert_unmounted();
 }
 
@@ -485,7 +497,7 @@ fn a_recording_is_in_the_page_cache_before_a_vm_asks() {
     assert_right(&mut second);
     assert_eq!(status(&mount).replayed_bytes, expected);
     assert!(double.quit().success() && second.quit().success());
-    mount.unmount().expect("nobody uses it");
+    unmount_unused(&mount);
     place.assert_unmounted();
 }
 
@@ -561,7 +573,7 @@ impl Chain {
         // A trial, which says where it is not.
         let source = open_source(&memory, Format::Raw).expect("a source");
         let trial = place.mount(source, None)?;
-        trial.unmount().expect("nobody uses it");
+        unmount_unused(&trial);
         let mount = MountOrder {
             memory,
             replay: None,
@@ -626,7 +638,7 @@ fn a_killed_pager_costs_no_reader_if_its_descriptor_is_kept() {
     let bytes = Recording::of(parts.map(|page| page * PAGE_BYTES)).encode();
     std::fs::write(&recording, bytes).expect("a file");
     chain.set(|mount, _| mount.replay = Some(recording));
-    let range = seeds("PAGEFERRY_MOUNT_KILLS", 25);
+    let range = rotating_seeds("PAGEFERRY_MOUNT_KILLS", 6, 24);
     let mut random = Random::new(range.start);
     for seed in range {
         // Nobody maps it now, so all pages come again.
@@ -721,7 +733,7 @@ fn a_directory_is_mounted_once_and_a_dead_mount_is_replaced() {
     let made = chain.place.scratch.path("made");
     let mount = Mount::start(settings(&made, None)).expect("a mount");
     assert!(made.join("memory").exists());
-    mount.unmount().expect("nobody uses it");
+    unmount_unused(&mount);
     assert!(!made.exists());
     // All descriptors are closed.
     chain.pager.kill();

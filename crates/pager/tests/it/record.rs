@@ -1,12 +1,13 @@
 //! Recordings of first touches, and restores that load them.
 
-use crate::restore::slow_for;
+use crate::restore::slow;
 use crate::scene::{Scene, config, data_pages, drop_from_cache, files, name, pages};
 use pageferry_pager::{Pager, Recording, Restore, RestoreError};
 use pageferry_testkit::firecracker::{Fields, PAGE_BYTES, Task};
 use pageferry_testkit::wait_until;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 #[test]
 fn recorded_pages_are_there_before_they_are_touched() {
@@ -81,9 +82,9 @@ fn the_next_pager_goes_on_with_a_replay() {
     let recording = Recording::of(offsets);
     recording.save(&path).expect("a file");
     // Each pager stops where its source does.
-    let first = slow_for(&scene, Arc::new(8.into()));
+    let first = slow(&scene, Duration::ZERO, Arc::new(8.into()));
     let reads = Arc::new(AtomicUsize::new(0));
-    let second = slow_for(&scene, Arc::clone(&reads));
+    let second = slow(&scene, Duration::ZERO, Arc::clone(&reads));
     drop(scene.pager);
     scene.pager = Pager::start(first).expect("a pager");
     let mut request = Restore::new("slow://memory", scene.scratch.path("socket"));

@@ -221,9 +221,13 @@ fn a_restore_that_ends_during_a_handshake_leaves_nothing() {
     }
 }
 
-/// A store whose reads take 100 ms. It fails once as many as this have come.
+/// A store whose reads take a while. They fail once none is left.
 #[derive(Clone, Debug)]
-struct Slow(Arc<dyn Source>, Arc<AtomicUsize>);
+struct Slow {
+    memory: Arc<dyn Source>,
+    pause: Duration,
+    left: Arc<AtomicUsize>,
+}
 
 impl Store for Slow {
     fn schemes(&self) -> &[&str] {
@@ -238,11 +242,11 @@ impl Store for Slow {
 
 impl Source for Slow {
     fn bytes(&self) -> u64 {
-        self.0.bytes()
+        self.memory.bytes()
     }
 
     fn block(&self) -> u64 {
-        self.0.block()
+        self.memory.block()
     }
 
     fn is_zero(&self, _: u64, _: u64) -> bool {
@@ -254,31 +258,31 @@ impl Source for Slow {
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
-        std::thread::sleep(Duration::from_millis(100));
+        std::thread::sleep(self.pause);
         let left = self
-            .1
+            .left
             .fetch_update(AcqRel, Acquire, |left| left.checked_sub(1));
         left.map_err(|_| SourceError::Failed {
             what: self.identity(),
             why: std::io::Error::other("no more reads"),
         })?;
-        self.0.read(offset, buffer)
+        self.memory.read(offset, buffer)
     }
 
     fn identity(&self) -> String {
-        self.0.identity()
+        self.memory.identity()
     }
 }
 
-/// Settings of a pager of the scene, whose memory is at `slow://memory`.
-fn slow(scene: &Scene) -> Settings {
-    slow_for(scene, Arc::new(usize::MAX.into()))
-}
-
-/// As [`slow`], with a source that fails once as many reads have come.
-pub(crate) fn slow_for(scene: &Scene, reads: Arc<AtomicUsize>) -> Settings {
+/// Settings of a pager of the scene, whose memory is at `slow://memory`. Each read takes `pause`.
+/// It fails if none is `left`.
+pub(crate) fn slow(scene: &Scene, pause: Duration, left: Arc<AtomicUsize>) -> Settings {
     let file = FileSource::open(&scene.memory()).expect("a source");
-    let store: Arc<dyn Store> = Arc::new(Slow(Arc::new(file), reads));
+    let store: Arc<dyn Store> = Arc::new(Slow {
+        memory: Arc::new(file),
+        pause,
+        left,
+    });
     Settings {
         directory: scene.scratch.state(),
         stores: Stores::new([store]),
@@ -290,7 +294,9 @@ pub(crate) fn slow_for(scene: &Scene, reads: Arc<AtomicUsize>) -> Settings {
 #[test]
 fn a_pager_that_ends_leaves_its_directory_to_the_next() {
     let mut scene = Scene::new("next", config(41));
-    let (first, second) = (slow(&scene), slow(&scene));
+    let endless = || Arc::new(usize::MAX.into());
+    let first = slow(&scene, Duration::from_millis(100), endless());
+    let second = slow(&scene, Duration::ZERO, endless());
     drop(scene.pager);
     scene.pager = Pager::start(first).expect("a pager");
     let request = Restore::new("slow://memory", scene.scratch.path("socket"));

@@ -1,7 +1,7 @@
 //! A file at a peer.
 //!
-//! **Guarantee.** A read ends within [`READ`]. It returns the bytes of the file that was opened
-//! first, or an error.
+//! **Guarantee.** A read ends within the limit of its store. It returns the bytes of the file that
+//! was opened first, or an error.
 //!
 //! **Mechanism.** A pool of connections, each for one read at a time. A connection that fails takes
 //! the idle ones with it, since their peer is probably gone, and the read tries a new one. A peer
@@ -22,8 +22,6 @@ use std::time::{Duration, Instant};
 /// The most connections for one file.
 pub const MAX_CONNECTIONS: usize = 16;
 
-/// The time for a read, its connection included.
-const READ: Duration = Duration::from_secs(10);
 /// The time for a connection with its handshakes.
 const CONNECT: Duration = Duration::from_secs(5);
 /// The time after which an idle connection is not used again. The server waits longer.
@@ -46,6 +44,8 @@ const KEPT: u64 = 8 << 20;
 pub(super) struct Peer {
     authority: String,
     protection: Protection,
+    /// The time for a read, its connection included.
+    limit: Duration,
     trouble: Mutex<Option<Trouble>>,
 }
 
@@ -58,10 +58,11 @@ struct Trouble {
 }
 
 impl Peer {
-    pub(super) fn new(authority: &str, protection: Protection) -> Self {
+    pub(super) fn new(authority: &str, protection: Protection, limit: Duration) -> Self {
         Self {
             authority: authority.to_owned(),
             protection,
+            limit,
             trouble: Mutex::default(),
         }
     }
@@ -183,7 +184,7 @@ impl PeerSource {
     }
 
     fn fetch(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
-        let until = Instant::now() + READ;
+        let until = Instant::now() + self.peer.limit;
         loop {
             let (mut talk, fresh) = match self.take(until) {
                 Ok(taken) => taken,

@@ -11,8 +11,8 @@ use std::io;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// The time for opening a file.
-const OPEN: Duration = Duration::from_secs(10);
+/// The time for opening a file, and for a read.
+const LIMIT: Duration = Duration::from_secs(10);
 /// The most extents of a file that are kept: 16 MiB. The rest of a file with more counts as data.
 const MAX_EXTENTS: usize = 1 << 20;
 
@@ -25,17 +25,26 @@ const MAX_PEERS: usize = 256;
 #[derive(Debug)]
 pub struct PeerStore {
     protection: Protection,
+    limit: Duration,
     /// With what is known of those that cannot be reached.
     peers: Mutex<BTreeMap<String, Arc<Peer>>>,
     sources: Mutex<BTreeMap<String, Weak<PeerSource>>>,
 }
 
 impl PeerStore {
-    /// A store with this protection of all its connections.
+    /// A store with this protection of all its connections. Opening a file ends within 10 seconds,
+    /// and so does a read.
     #[must_use]
     pub fn new(protection: Protection) -> Self {
+        Self::with_limit(protection, LIMIT)
+    }
+
+    /// [`Self::new`], with another limit for opening and for a read.
+    #[must_use]
+    pub fn with_limit(protection: Protection, limit: Duration) -> Self {
         Self {
             protection,
+            limit,
             peers: Mutex::default(),
             sources: Mutex::default(),
         }
@@ -46,7 +55,7 @@ impl PeerStore {
         if peers.len() >= MAX_PEERS {
             peers.retain(|_, peer| Arc::strong_count(peer) > 1);
         }
-        let new = || Arc::new(Peer::new(authority, self.protection.clone()));
+        let new = || Arc::new(Peer::new(authority, self.protection.clone(), self.limit));
         peers
             .entry(authority.to_owned())
             .or_insert_with(new)
@@ -55,7 +64,7 @@ impl PeerStore {
 
     fn find(&self, text: &str) -> Result<Arc<PeerSource>, PeerError> {
         let address = Address::parse(text)?;
-        let until = Instant::now() + OPEN;
+        let until = Instant::now() + self.limit;
         let peer = self.peer(&address.authority);
         let mut talk = peer.connect(until)?;
         talk.stream().limit(until);

@@ -334,7 +334,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
-        cases: 48,
+        cases: pageferry_testkit::sized(16, 48) as u32,
         ..ProptestConfig::default()
     })]
 

@@ -63,9 +63,9 @@ fn a_silent_connection_is_an_error_in_time() {
     let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
     let server = Server::start(listener(), shares, Protection::Loopback).unwrap();
     let shaper = Shaper::start(server.address(), Plan::default()).unwrap();
-    let store = PeerStore::new(Protection::Loopback);
+    let hasty = PeerStore::with_limit(Protection::Loopback, Duration::from_secs(2));
     let address = format!("pageferry://{}/memory", shaper.addr());
-    let source = store.open(&address).unwrap();
+    let source = hasty.open(&address).unwrap();
     source.read(0, &mut [0; 4096]).unwrap();
     shaper.freeze(Which::All, Direction::Both);
     let began = Instant::now();

@@ -157,7 +157,7 @@ fn touch_all(
 fn a_recording_hides_the_latency_of_a_store() {
     let scratch = Scratch::new("replay");
     let config = Config {
-        regions: vec![32 * MIB],
+        regions: vec![12 * MIB],
         balloon_us: None,
         ..config(3)
     };

@@ -32,6 +32,8 @@ const MOST_REMEMBERED: usize = 16;
 const MOST_REMOVED: u64 = 16;
 /// The time after which a thread looks again at something that another thread changes.
 const MOMENT: Duration = Duration::from_micros(100);
+/// The touches of a vCPU between two rests of a [`MOMENT`]. They leave the cores to what is tested.
+const BURST: u64 = 16;
 
 /// The state of a page. The upper bits are the version.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -298,7 +300,7 @@ impl Guest {
             }
             self.active.fetch_sub(1, Ordering::SeqCst);
             if !running {
-                std::thread::sleep(MOMENT);
+                std::thread::sleep(MOMENT * 20);
             }
         }
     }
@@ -309,7 +311,10 @@ impl Guest {
         let pipe = Pipe::new();
         self.run(|| {
             self.touch(&mut random, &pipe);
-            self.touches[number].fetch_add(1, Ordering::Relaxed);
+            let before = self.touches[number].fetch_add(1, Ordering::Relaxed);
+            if before % BURST == BURST - 1 {
+                std::thread::sleep(MOMENT);
+            }
         });
     }
 

@@ -59,8 +59,8 @@ pub(crate) struct Model {
     limits: Limits,
     /// The slots by address space and id.
     slots: BTreeMap<(u16, u16), Plain>,
-    /// The ids by address space and first frame.
-    starts: BTreeMap<(u16, u64), u16>,
+    /// The same slots by address space and first frame.
+    starts: BTreeMap<(u16, u64), Plain>,
     generation: u64,
 }
 
@@ -97,13 +97,13 @@ impl Model {
 
     /// The slots of `space`, ascending by frame.
     fn by_frame(&self, space: u16) -> impl DoubleEndedIterator<Item = &Plain> {
-        let ids = self.starts.range((space, 0)..=(space, u64::MAX));
-        ids.map(move |(_, &id)| &self.slots[&(space, id)])
+        let slots = self.starts.range((space, 0)..=(space, u64::MAX));
+        slots.map(|(_, slot)| slot)
     }
 
     fn or_below(&self, space: u16, gfn: u64) -> Option<&Plain> {
-        let (_, &id) = self.starts.range((space, 0)..=(space, gfn)).next_back()?;
-        Some(&self.slots[&(space, id)])
+        let (_, slot) = self.starts.range((space, 0)..=(space, gfn)).next_back()?;
+        Some(slot)
     }
 
     fn at(&self, space: u16, gfn: u64) -> Option<&Plain> {
@@ -122,8 +122,12 @@ impl Model {
     }
 
     fn in_frames(&self, space: u16, start: u64, pages: u64) -> Vec<Plain> {
-        let meets = |slot: &&Plain| start.max(slot.start) < (start + pages).min(slot.end());
-        self.by_frame(space).filter(meets).copied().collect()
+        let end = start + pages;
+        let meets = |slot: &&Plain| start.max(slot.start) < end.min(slot.end());
+        // Slots do not overlap, so only the last one that starts below `start` may pass it.
+        let first = self.or_below(space, start).map_or(0, |slot| slot.start);
+        let slots = self.starts.range((space, first)..(space, end.max(first)));
+        slots.map(|(_, slot)| slot).filter(meets).copied().collect()
     }
 
     /// The effect of `request`, or `None` if it must be refused.
@@ -181,7 +185,7 @@ impl Model {
         // last.
         let below = self.starts.range((key.0, 0)..(key.0, start + pages)).rev();
         let taken = below
-            .map(|(_, id)| &self.slots[&(key.0, *id)])
+            .map(|(_, slot)| slot)
             .find(|slot| slot.id != key.1)
             .is_some_and(|slot| slot.end() > start);
         (!taken).then_some(kind)
@@ -216,7 +220,7 @@ impl Model {
         if kind != Kind::Deleted {
             let new = Self::asked(request);
             self.slots.insert(key, new);
-            self.starts.insert((new.space, new.start), new.id);
+            self.starts.insert((new.space, new.start), new);
         }
     }
 }

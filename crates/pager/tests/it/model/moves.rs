@@ -1,8 +1,7 @@
 //! The moves that are possible in a state.
 
 use super::world::{
-    Balloon, DEATHS, Memory, Message, Page, Pager, Phase, Reader, Rule, Vcpu, Without, Worker,
-    World, pages,
+    Balloon, Memory, Message, Page, Pager, Phase, Reader, Rule, Vcpu, Without, Worker, World, pages,
 };
 
 /// One step of one thread. The first number of those below `Touch` is the pager's.
@@ -54,7 +53,7 @@ pub(super) fn moves(without: Without, world: &World) -> (Vec<Move>, Vec<Move>) {
         .position(|pager| pager.phase == Phase::NotStarted);
     free.extend(next.filter(|_| few).map(Move::Start));
     for (number, pager) in world.pagers.iter().enumerate() {
-        if there(&pager) && pager.phase != Phase::Dies && world.deaths < DEATHS {
+        if there(&pager) && pager.phase != Phase::Dies && world.deaths_left > 0 {
             free.push(Move::Kill(number));
         }
         match pager.phase {

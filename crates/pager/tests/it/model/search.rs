@@ -32,10 +32,10 @@ struct Search {
     waiting: VecDeque<World>,
 }
 
-/// Searches all states. It stops at the first breach of those that count.
-pub(super) fn search(without: Without, count: &[Breach]) -> Findings {
+/// Searches all states with up to so many deaths. It stops at the first breach of those that count.
+pub(super) fn search(without: Without, deaths: u8, count: &[Breach]) -> Findings {
     let mut search = Search::default();
-    let broken = search.run(without, |breach| count.contains(&breach));
+    let broken = search.run(without, deaths, |breach| count.contains(&breach));
     Findings {
         states: search.known.len(),
         broken: broken.map(|(what, id)| (what, search.trace(id))),
@@ -43,8 +43,13 @@ pub(super) fn search(without: Without, count: &[Breach]) -> Findings {
 }
 
 impl Search {
-    fn run(&mut self, without: Without, counts: impl Fn(Breach) -> bool) -> Option<(Breach, u32)> {
-        self.add(World::new(), NONE, None);
+    fn run(
+        &mut self,
+        without: Without,
+        deaths: u8,
+        counts: impl Fn(Breach) -> bool,
+    ) -> Option<(Breach, u32)> {
+        self.add(World::new(deaths), NONE, None);
         let mut at = 0;
         while let Some(world) = self.waiting.pop_front() {
             let (due, free) = moves(without, &world);

@@ -72,7 +72,7 @@ pub(super) fn step(without: Without, before: &World, next: Move) -> World {
 
 /// Ends all threads of a pager that are not in a system call.
 fn kill(world: &mut World, number: usize) {
-    world.deaths += 1;
+    world.deaths_left -= 1;
     let pager = &mut world.pagers[number];
     if pager.phase == Phase::WaitsForFence {
         pager.phase = Phase::Gone;

@@ -3,7 +3,6 @@
 pub(super) const PAGES: usize = 2;
 pub(super) const PAGERS: usize = 3;
 pub(super) const WORKERS: usize = 2;
-pub(super) const DEATHS: u8 = 2;
 
 /// The properties, and what their breach is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -227,11 +226,11 @@ pub(super) struct World {
     pub(super) removed: [bool; PAGES],
     pub(super) placed: [bool; PAGES],
     pub(super) pagers: [Pager; PAGERS],
-    pub(super) deaths: u8,
+    pub(super) deaths_left: u8,
 }
 
 impl World {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(deaths_left: u8) -> Self {
         let mut pagers = std::array::from_fn(|_| Pager::new(Phase::NotStarted));
         pagers[0].phase = Phase::Serves;
         Self {
@@ -243,7 +242,7 @@ impl World {
             removed: [false; PAGES],
             placed: [false; PAGES],
             pagers,
-            deaths: 0,
+            deaths_left,
         }
     }
 
