@@ -340,10 +340,6 @@ fn report(ops: &mut VecAssembler<RiscvRelocation>) {
 }
 
 /// Stores an event to the doorbell, with the bits of t4. Changes t2 and t4.
-#[expect(
-    clippy::unnecessary_cast,
-    reason = "the assembler casts shift amounts that have the right type"
-)]
 fn ring(ops: &mut VecAssembler<RiscvRelocation>, event: u32) {
     dynasm!(ops
         ; .arch riscv64i
