@@ -68,6 +68,8 @@ pub(crate) const KIND_SHIFT: u32 = 24;
 pub(crate) const EVENT_ERROR: u32 = 1;
 /// Number of the event "finished".
 pub(crate) const EVENT_FINISHED: u32 = 2;
+/// Number of the event "a page is done".
+pub(crate) const EVENT_VISITED: u32 = 3;
 
 /// The reason for a store to the doorbell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -77,10 +79,12 @@ pub enum Event {
     Error(ErrorKind),
     /// The program has done its work. Entered again, it only stores to the doorbell again.
     Finished,
+    /// A paced workload has done a page, and continues.
+    Visited,
 }
 
 /// A value stored to the doorbell ([`crate::DOORBELL_GPA`]). Bits 0 to 15 hold the vCPU, 16 to 23
-/// the event (1 error, 2 finished), 24 to 31 the error's kind.
+/// the event (1 error, 2 finished, 3 visited), 24 to 31 the error's kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Doorbell {
     /// The vCPU that stored the value.
@@ -104,6 +108,7 @@ impl Doorbell {
         let event = match value >> EVENT_SHIFT & 0xff {
             EVENT_ERROR => Event::Error(ErrorKind::from_code(kind.into()).ok_or(refused)?),
             EVENT_FINISHED if kind == 0 => Event::Finished,
+            EVENT_VISITED if kind == 0 => Event::Visited,
             _ => return Err(refused),
         };
         Ok(Self { vcpu, event })
@@ -126,13 +131,19 @@ mod tests {
             event: Event::Finished,
         };
         assert_eq!(Doorbell::parse(0x0002_03ff), Ok(finished));
+        let visited = Doorbell {
+            vcpu: 0,
+            event: Event::Visited,
+        };
+        assert_eq!(Doorbell::parse(0x0003_0000), Ok(visited));
         for value in [
             0,
             5,
             0x0001_0005,
             0x0501_0005,
             0x0102_0005,
-            0x0003_0000,
+            0x0004_0000,
+            0x0103_0000,
             0x0002_0400,
         ] {
             assert_eq!(Doorbell::parse(value), Err(GuestError::Doorbell { value }));

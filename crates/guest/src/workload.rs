@@ -34,8 +34,21 @@ impl Workload {
     /// # Errors
     /// As [`MemoryMap::new`].
     pub fn new(isa: Isa, vcpus: u32, memory_bytes: u64) -> Result<Self, GuestError> {
+        Self::plan(isa, vcpus, memory_bytes, false)
+    }
+
+    /// Plans a workload that stores [`Event::Visited`](crate::Event::Visited) to the doorbell after
+    /// each page. So the VMM sets its pace.
+    ///
+    /// # Errors
+    /// As [`MemoryMap::new`].
+    pub fn paced(isa: Isa, vcpus: u32, memory_bytes: u64) -> Result<Self, GuestError> {
+        Self::plan(isa, vcpus, memory_bytes, true)
+    }
+
+    fn plan(isa: Isa, vcpus: u32, memory_bytes: u64, paced: bool) -> Result<Self, GuestError> {
         let map = MemoryMap::new(isa, vcpus, memory_bytes)?;
-        let code = code::workload(isa, map.share_pages());
+        let code = code::workload(isa, map.share_pages(), paced);
         let ranges = (0..vcpus).map(|vcpu| map.share(vcpu)).collect();
         Ok(Self {
             program: Program::new(ProgramKind::Workload, map, code, ranges, 0),
@@ -63,8 +76,8 @@ impl Workload {
         self.memory_map().data().contains(&page.0)
     }
 
-    /// The number of instructions that the RV64 program retires per page, on average over a pass.
-    /// `None` for x86-64, where nobody counts them.
+    /// The number of instructions that the RV64 program retires per page, on average over a pass,
+    /// without those of a paced one for its doorbell. `None` for x86-64, where nobody counts them.
     ///
     /// The number is exact from the second pass on if the guest finds no errors, with two
     /// exceptions. Pages above the hole take one instruction more. The end of a pass cuts off, on

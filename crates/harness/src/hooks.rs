@@ -9,6 +9,7 @@ use pageferry_machine::{
 use pageferry_migration::Resolver;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 /// Resolves faults on missing pages.
 pub trait Faults: Send + Sync {
@@ -49,11 +50,16 @@ pub struct Board {
     pub bus: MmioBus,
 }
 
+/// The pause of a paced workload after each page, while nobody waits for its progress.
+const REST: Duration = Duration::from_millis(2);
+
 /// The hooks of one VM.
 pub struct Hooks {
     faults: Option<Arc<dyn Faults>>,
     finished: AtomicU32,
     errors: AtomicU32,
+    /// The threads that wait for progress of a paced workload.
+    hurried: AtomicU32,
     reset: OnceLock<Reset>,
     /// The devices of a kernel.
     board: Option<Board>,
@@ -68,6 +74,7 @@ impl Hooks {
             faults,
             finished: AtomicU32::new(0),
             errors: AtomicU32::new(0),
+            hurried: AtomicU32::new(0),
             reset: OnceLock::new(),
             board,
         }
@@ -77,6 +84,14 @@ impl Hooks {
     #[must_use]
     pub fn finished(&self) -> u32 {
         self.finished.load(Ordering::SeqCst)
+    }
+
+    /// Calls `wait`. A paced workload does its pages without a rest meanwhile.
+    pub(crate) fn hurried<T>(&self, wait: impl FnOnce() -> T) -> T {
+        self.hurried.fetch_add(1, Ordering::SeqCst);
+        let waited = wait();
+        self.hurried.fetch_sub(1, Ordering::SeqCst);
+        waited
     }
 
     /// Returns how the guest has ended itself, if it has.
@@ -127,14 +142,23 @@ impl VcpuHooks for Hooks {
             .flatten()
             .and_then(|value| Doorbell::parse(value).ok())
             .map(|doorbell| doorbell.event);
-        if event == Some(Event::Finished) {
-            self.finished.fetch_add(1, Ordering::SeqCst);
-            // A program that has ended would only signal again.
-            return HookVerdict::Park;
+        match event {
+            Some(Event::Finished) => {
+                self.finished.fetch_add(1, Ordering::SeqCst);
+                // A program that has ended would only signal again.
+                return HookVerdict::Park;
+            }
+            Some(Event::Visited) => {
+                if self.hurried.load(Ordering::SeqCst) == 0 {
+                    std::thread::sleep(REST);
+                }
+            }
+            // The guest also counts its errors on the vCPU's control page, which migrates with the
+            // VM. A store that is no signal is an error too.
+            Some(Event::Error(_)) | None => {
+                self.errors.fetch_add(1, Ordering::SeqCst);
+            }
         }
-        // The guest also counts its errors on the vCPU's control page, which migrates with the VM.
-        // A store that is no signal is an error too.
-        self.errors.fetch_add(1, Ordering::SeqCst);
         HookVerdict::Resume
     }
 

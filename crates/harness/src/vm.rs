@@ -217,6 +217,12 @@ impl Vm {
         self.hooks.errors()
     }
 
+    /// Calls `wait`, which waits for progress of the guest. A paced workload rests after each page
+    /// at other times.
+    pub fn hurried<T>(&self, wait: impl FnOnce() -> T) -> T {
+        self.hooks.hurried(wait)
+    }
+
     /// Returns the state of a vCPU of `workload`, from its control page. Returns `None` while the
     /// page is missing or not yet written.
     ///

@@ -1,5 +1,6 @@
 //! The time limits of a session.
 
+use crate::handshake::HELLO_LIMIT;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -19,6 +20,9 @@ pub struct Limits {
     /// that only has to tell its peer the end waits as long for its return: a destination with
     /// every page, and a source that has cancelled.
     pub connect: Duration,
+    /// The limit of a destination for a preamble, from the connection on: 5 s unless set. A source
+    /// that opens a session has twice this time for its first word.
+    pub hello: Duration,
 }
 
 impl Default for Limits {
@@ -28,6 +32,7 @@ impl Default for Limits {
             dead_after: Duration::from_secs(2),
             give_up_after: None,
             connect: Duration::from_secs(10),
+            hello: HELLO_LIMIT,
         }
     }
 }

@@ -3,7 +3,7 @@
 use crate::support::peer::Peer;
 use crate::support::{Dir, Process, pageferry, wait_during};
 use pageferry_testkit::cloud_hypervisor::{Config, Double, Quirk};
-use pageferry_testkit::{Random, seeds, wait_for, wait_until};
+use pageferry_testkit::{Random, rotating_seeds, wait_for, wait_until};
 use rustix::process::Signal;
 use std::time::Duration;
 
@@ -164,7 +164,7 @@ fn a_move_can_be_watched_and_cancelled() {
 /// `PAGEFERRY_RECEIVE_KILLS` is a range of seeds.
 #[test]
 fn a_vm_outlives_the_processes_that_bring_its_pages() {
-    for seed in seeds("PAGEFERRY_RECEIVE_KILLS", 3) {
+    for seed in rotating_seeds("PAGEFERRY_RECEIVE_KILLS", 1, 15) {
         let Some(hosts) = hosts_with(32 << 20, Quirk::Right, Quirk::Right) else {
             return;
         };
@@ -216,7 +216,7 @@ fn kill_receivers(mut hosts: Hosts, seed: u64) {
 #[test]
 fn a_kill_before_the_hand_over_leaves_one_vm() {
     let mut ends = [0, 0];
-    for seed in seeds("PAGEFERRY_RECEIVE_KILLS", 6) {
+    for seed in rotating_seeds("PAGEFERRY_RECEIVE_KILLS", 3, 15) {
         let Some(mut hosts) = hosts(Quirk::Right, Quirk::Right) else {
             return;
         };
@@ -273,7 +273,7 @@ fn kill_sender(hosts: &Hosts, behind: &str, moment: u64) -> String {
 /// Kills of the sending end at seeded moments behind the hand-over. The next one goes on.
 #[test]
 fn a_move_outlives_the_processes_that_send_its_pages() {
-    for seed in seeds("PAGEFERRY_RECEIVE_KILLS", 3) {
+    for seed in rotating_seeds("PAGEFERRY_RECEIVE_KILLS", 1, 15) {
         let Some(mut hosts) = hosts_with(32 << 20, Quirk::Right, Quirk::Right) else {
             return;
         };
@@ -307,7 +307,7 @@ fn a_move_outlives_the_processes_that_send_its_pages() {
 #[test]
 fn a_kill_of_the_sender_leaves_one_vm() {
     let mut ends = [0, 0];
-    for seed in seeds("PAGEFERRY_RECEIVE_KILLS", 6) {
+    for seed in rotating_seeds("PAGEFERRY_RECEIVE_KILLS", 3, 15) {
         let Some(mut hosts) = hosts_with(32 << 20, Quirk::Right, Quirk::Right) else {
             return;
         };

@@ -4,7 +4,7 @@ use crate::json_document::Document;
 use crate::snapshot::snapshot;
 use crate::support::{Dir, Process, pageferry};
 use pageferry_testkit::cloud_hypervisor::{Config, Double, Quirk};
-use pageferry_testkit::{Random, seeds, wait_until};
+use pageferry_testkit::{Random, rotating_seeds, wait_until};
 use rustix::process::Signal;
 use std::fs::File;
 use std::path::PathBuf;
@@ -271,7 +271,7 @@ fn a_vm_that_waits_for_a_page_can_be_ended() {
 /// be written here a second time.
 #[test]
 fn a_vm_outlives_the_processes_that_restore_it() {
-    for seed in seeds("PAGEFERRY_RECEIVE_KILLS", 3) {
+    for seed in rotating_seeds("PAGEFERRY_RECEIVE_KILLS", 1, 15) {
         let Some((dir, mut target)) = scene_of([24 * MIB, 12 * MIB], Quirk::Right) else {
             return;
         };

@@ -22,7 +22,7 @@ use crate::control::{
     DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, FIRST,
     IN_PROGRESS, MAGIC, MASK, PAGES, PASS, SHIFT, STATE, VCPU,
 };
-use crate::event::{EVENT_ERROR, EVENT_SHIFT, KIND_SHIFT};
+use crate::event::{EVENT_ERROR, EVENT_SHIFT, EVENT_VISITED, KIND_SHIFT};
 use crate::params::{
     FILL_INCREMENT, FILL_MULTIPLIER, GOLDEN, HASH_MULTIPLIER, HASH_START, ORDER_MULTIPLIER,
     PAGE_MAGIC, UNROLL, WORD_CHECKSUM, WORD_INDEX, WORD_PAYLOAD, WORD_SEQUENCE, WORD_TAG, WORDS,
@@ -47,11 +47,11 @@ pub(crate) const INSTRUCTIONS_PER_STEP: u64 = 6;
 /// generator.
 pub(crate) const INSTRUCTIONS_PER_VISIT: u64 = 54 + ROUNDS * (UNROLL as u64 * (3 + 5) + 2 * 2);
 
-pub(super) fn assemble() -> Vec<u8> {
+pub(super) fn assemble(paced: bool) -> Vec<u8> {
     let mut ops = VecAssembler::<RiscvRelocation>::new(0);
     start_and_choose(&mut ops);
     verify(&mut ops);
-    rewrite(&mut ops);
+    rewrite(&mut ops, paced);
     classify(&mut ops);
     report(&mut ops);
     ops.finalize()
@@ -164,7 +164,7 @@ fn verify(ops: &mut VecAssembler<RiscvRelocation>) {
 
 /// Rewrites the page in ascending order, between the two stores that publish it as in progress.
 /// Then counts it.
-fn rewrite(ops: &mut VecAssembler<RiscvRelocation>) {
+fn rewrite(ops: &mut VecAssembler<RiscvRelocation>, paced: bool) {
     dynasm!(ops
         ; .arch riscv64i
         ; .feature m
@@ -216,6 +216,14 @@ fn rewrite(ops: &mut VecAssembler<RiscvRelocation>) {
         ; addi s5, s5, 1
         ; sd s5, [a0, DONE as i32]
         ; sd zero, [a0, IN_PROGRESS as i32]
+    );
+    if paced {
+        dynasm!(ops ; .arch riscv64i ; mv t4, zero);
+        ring(ops, EVENT_VISITED);
+    }
+    dynasm!(ops
+        ; .arch riscv64i
+        ; .feature m
         ; addi s6, s6, -1
         ; bnez s6, ->visit
         ; addi s4, s4, 1
@@ -321,13 +329,26 @@ fn report(ops: &mut VecAssembler<RiscvRelocation>) {
         ; addi t2, t2, 1
         ; sd t2, [a0, ERRORS as i32]
         ; slli t4, t4, KIND_SHIFT
+    );
+    ring(ops, EVENT_ERROR);
+    dynasm!(ops
+        ; .arch riscv64i
+        ; .feature m
+        ; beq t1, a2, ->write
+        ; j ->count
+    );
+}
+
+/// Stores an event to the doorbell, with the bits of t4. Changes t2 and t4.
+fn ring(ops: &mut VecAssembler<RiscvRelocation>, event: u32) {
+    dynasm!(ops
+        ; .arch riscv64i
+        ; .feature m
         ; slli t2, s9, 48
         ; srli t2, t2, 48
         ; or t4, t4, t2
-        ; li.32 t2, (EVENT_ERROR << EVENT_SHIFT) as i32
+        ; li.32 t2, (event << EVENT_SHIFT) as i32
         ; or t4, t4, t2
         ; sw t4, [a1, 0]
-        ; beq t1, a2, ->write
-        ; j ->count
     );
 }

@@ -18,7 +18,7 @@ use crate::control::{
     DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, FIRST,
     IN_PROGRESS, MAGIC, PASS, STATE, VCPU,
 };
-use crate::event::{EVENT_ERROR, EVENT_SHIFT, KIND_SHIFT};
+use crate::event::{EVENT_ERROR, EVENT_SHIFT, EVENT_VISITED, KIND_SHIFT};
 use crate::order::OrderParams;
 use crate::params::{
     FILL_INCREMENT, FILL_MULTIPLIER, GOLDEN, HASH_MULTIPLIER, HASH_START, ORDER_MULTIPLIER,
@@ -38,11 +38,11 @@ const CHECKSUM: i32 = 8 * WORD_CHECKSUM as i32;
 const PAGE_END: i32 = 8 * WORDS as i32;
 const STRIDE: i32 = 8 * UNROLL as i32;
 
-pub(super) fn assemble(share_pages: u64) -> Vec<u8> {
+pub(super) fn assemble(share_pages: u64, paced: bool) -> Vec<u8> {
     let mut ops = VecAssembler::<X64Relocation>::new(0);
     start_and_choose(&mut ops, share_pages);
     verify(&mut ops);
-    rewrite(&mut ops);
+    rewrite(&mut ops, paced);
     classify(&mut ops);
     report(&mut ops);
     ops.finalize()
@@ -143,7 +143,7 @@ fn verify(ops: &mut VecAssembler<X64Relocation>) {
 
 /// Rewrites the page in ascending order, between the two stores that publish it as in progress.
 /// Then counts it.
-fn rewrite(ops: &mut VecAssembler<X64Relocation>) {
+fn rewrite(ops: &mut VecAssembler<X64Relocation>, paced: bool) {
     dynasm!(ops
         ; .arch x64
         ;->write:
@@ -197,6 +197,13 @@ fn rewrite(ops: &mut VecAssembler<X64Relocation>) {
         ; inc r9
         ; mov [rdi + DONE as i32], r9
         ; mov QWORD [rdi + IN_PROGRESS as i32], 0
+    );
+    if paced {
+        dynasm!(ops ; .arch x64 ; xor ebx, ebx);
+        ring(ops, EVENT_VISITED);
+    }
+    dynasm!(ops
+        ; .arch x64
         ; dec r15
         ; jnz ->visit
         ; inc r8
@@ -294,13 +301,24 @@ fn report(ops: &mut VecAssembler<X64Relocation>) {
         ;again:
         ; inc QWORD [rdi + ERRORS as i32]
         ; shl ebx, KIND_SHIFT as i8
-        ; movzx eax, r12w
-        ; or eax, ebx
-        ; or eax, (EVENT_ERROR << EVENT_SHIFT) as i32
-        ; mov ecx, DOORBELL_GPA.0 as i32
-        ; mov [rcx], eax
+    );
+    ring(ops, EVENT_ERROR);
+    dynasm!(ops
+        ; .arch x64
         ; cmp r14, rdx
         ; je ->write
         ; jmp ->count
+    );
+}
+
+/// Stores an event to the doorbell, with the bits of ebx. Changes eax and ecx.
+fn ring(ops: &mut VecAssembler<X64Relocation>, event: u32) {
+    dynasm!(ops
+        ; .arch x64
+        ; movzx eax, r12w
+        ; or eax, ebx
+        ; or eax, (event << EVENT_SHIFT) as i32
+        ; mov ecx, DOORBELL_GPA.0 as i32
+        ; mov [rcx], eax
     );
 }

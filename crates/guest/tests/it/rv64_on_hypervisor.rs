@@ -19,6 +19,11 @@ fn the_guest_reports_a_lost_and_a_stale_control_page() {
 }
 
 #[test]
+fn a_paced_workload_says_that_a_page_is_done_and_goes_on() {
+    crate::suite::a_paced_workload_says_that_a_page_is_done_and_goes_on::<Vm>();
+}
+
+#[test]
 fn the_toucher_touches_every_page_on_both_sides_of_the_hole() {
     crate::suite::the_toucher_touches_every_page_on_both_sides_of_the_hole::<Vm>();
 }

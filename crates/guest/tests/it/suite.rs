@@ -227,6 +227,23 @@ pub(crate) fn the_guest_reports_a_lost_and_a_stale_control_page<V: TestVm>() {
     }
 }
 
+pub(crate) fn a_paced_workload_says_that_a_page_is_done_and_goes_on<V: TestVm>() {
+    let workload = Workload::paced(V::ISA, 1, 1 << 20).unwrap();
+    let mut vm = V::boot(workload.program());
+    let visited = Doorbell {
+        vcpu: 0,
+        event: Event::Visited,
+    };
+    // The second pass also compares the pages with those of the first.
+    for done in 1..=2 * workload.memory_map().share_pages() {
+        assert_eq!(run_until_doorbell(&mut vm, 1000), [visited]);
+        let control = control(&vm, &workload, 0);
+        assert_eq!((control.done, control.in_progress), (done, None));
+    }
+    let verdict = workload.verify(&mut reader(&vm)).unwrap();
+    assert!(verdict.holds(), "{verdict:?}");
+}
+
 pub(crate) fn the_toucher_touches_every_page_on_both_sides_of_the_hole<V: TestVm>() {
     let map = MemoryMap::new(V::ISA, 2, HOLE_START + (1 << 20)).unwrap();
     let hole = HOLE_START / 4096;

@@ -24,6 +24,13 @@ fn the_guest_reports_a_lost_and_a_stale_control_page() {
 }
 
 #[test]
+fn a_paced_workload_says_that_a_page_is_done_and_goes_on() {
+    if usable() {
+        crate::suite::a_paced_workload_says_that_a_page_is_done_and_goes_on::<Vm>();
+    }
+}
+
+#[test]
 fn the_toucher_touches_every_page_on_both_sides_of_the_hole() {
     if usable() {
         crate::suite::the_toucher_touches_every_page_on_both_sides_of_the_hole::<Vm>();

@@ -17,8 +17,7 @@ use crate::channel::{Connection, OpenError};
 use crate::control::ControlLink;
 use crate::error::MigrationError;
 use crate::handshake::{
-    Admission, Arrival, Expected, HELLO_LIMIT, Identity, Router, Secret, Stranger, StrangerError,
-    place_to_take,
+    Admission, Arrival, Expected, Identity, Router, Secret, Stranger, StrangerError, place_to_take,
 };
 use crate::mailbox::Mailbox;
 use crate::quota::Quota;
@@ -29,9 +28,6 @@ use std::time::{Duration, Instant};
 
 /// The most sessions that wait for their source's first word.
 const MAX_WAITING: usize = 32;
-/// The longest wait for that word. A source that checks the way says it when each of its channels
-/// has had [`HELLO_LIMIT`] for its large packets.
-const SILENT_LIMIT: Duration = HELLO_LIMIT.saturating_mul(2);
 
 /// A session that waits for its source's first word.
 pub(super) struct Candidate {
@@ -95,10 +91,14 @@ pub(super) struct Desk {
     /// The strangers so far.
     strangers: AtomicU64,
     quota: Quota,
+    /// The longest wait for a session's first word.
+    silence: Duration,
 }
 
 impl Desk {
-    pub(super) fn new(on_stranger: OnStranger) -> Result<Self, MigrationError> {
+    /// `hello` is [`Limits::hello`](crate::Limits::hello). A source that checks the way says its
+    /// first word when each of its channels has had this time for its large packets.
+    pub(super) fn new(on_stranger: OnStranger, hello: Duration) -> Result<Self, MigrationError> {
         Ok(Self {
             state: Mutex::default(),
             letters: Arc::new(Mailbox::new()?),
@@ -106,6 +106,7 @@ impl Desk {
             on_stranger,
             strangers: AtomicU64::new(0),
             quota: Quota::new(),
+            silence: hello.saturating_mul(2),
         })
     }
 
@@ -138,7 +139,7 @@ impl Desk {
         let mut at = 0;
         while let Some(candidate) = state.waiting.get_mut(at) {
             let said = match candidate.control.receive() {
-                Ok(None) if candidate.since.elapsed() < SILENT_LIMIT => {
+                Ok(None) if candidate.since.elapsed() < self.silence => {
                     at += 1;
                     continue;
                 }

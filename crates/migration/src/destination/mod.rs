@@ -118,10 +118,13 @@ impl Destination {
         config: DestinationConfig,
         stranger: impl Fn(&Stranger) + Send + Sync + 'static,
     ) -> Result<Self, MigrationError> {
-        let desk = Arc::new(Desk::new(Box::new(stranger))?);
+        let hello = config.limits.hello;
+        let desk = Arc::new(Desk::new(Box::new(stranger), hello)?);
         let _pinned = Pinned::to(config.cpus.as_ref())?;
-        let acceptor = Acceptor::start(listener, config.protection()?, Arc::clone(&desk) as _)
-            .map_err(|e| MigrationError::os("cannot accept connections", e))?;
+        let protection = config.protection()?;
+        let acceptor =
+            Acceptor::start_with_limit(listener, protection, Arc::clone(&desk) as _, hello)
+                .map_err(|e| MigrationError::os("cannot accept connections", e))?;
         Ok(Self {
             acceptor,
             desk,

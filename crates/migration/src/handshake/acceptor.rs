@@ -64,7 +64,7 @@ impl Acceptor {
         Self::start_with_limit(listener, protection, router, HELLO_LIMIT)
     }
 
-    /// Like [`start`](Self::start), with another limit than [`HELLO_LIMIT`] for tests.
+    /// Like [`start`](Self::start), with another limit for preambles than [`HELLO_LIMIT`].
     ///
     /// # Errors
     /// As for [`start`](Self::start).

@@ -11,13 +11,14 @@ use pageferry_migration::channel::{ChannelError, Listener};
 use pageferry_migration::handshake::{HandshakeError, Identity, Opened};
 use pageferry_migration::wire::{CREDENTIALS_BYTES, ChannelKey, HELLO_BYTES, Status};
 use pageferry_migration::{
-    Checked, Connect, Connection, Destination, DestinationConfig, MigrationError, Route,
+    Checked, Connect, Connection, Destination, DestinationConfig, Limits, MigrationError, Route,
     SourceConfig, check,
 };
 use pageferry_testkit::wait_until;
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// Connects to a unix socket, as a caller with a tunnel would.
 struct Tunnel(Address);
@@ -145,7 +146,14 @@ fn through_small_packets(to: &Address) -> std::io::Result<Connection> {
 #[test]
 fn every_channel_of_the_migration_is_checked() {
     let told = |stranger: &pageferry_migration::Stranger| eprintln!("{}", stranger.why);
-    let destination = Destination::listen(tcp(), DestinationConfig::default(), told).unwrap();
+    let to = DestinationConfig {
+        limits: Limits {
+            hello: Duration::from_millis(300),
+            ..Limits::default()
+        },
+        ..DestinationConfig::default()
+    };
+    let destination = Destination::listen(tcp(), to, told).unwrap();
     let to = destination.local_addrs().remove(0);
     let config = SourceConfig {
         bulk_channels: 3,

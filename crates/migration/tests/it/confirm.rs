@@ -103,10 +103,10 @@ fn a_guest_that_writes_nothing_is_confirmed_whole() {
 #[test]
 fn a_pass_that_the_operator_ends_in_its_middle_leaves_the_rest_unconfirmed() {
     let vm = written(Engine::Soft, 8 * MIB);
-    // The pass would take 8 s.
+    // The pass would take longer than any operator.
     let config = SourceConfig {
         settings: Settings {
-            max_bandwidth: Some(MIB),
+            max_bandwidth: Some(MIB / 8),
             ..Switch::Manual.into()
         },
         ..by_hash(Switch::Manual)
@@ -115,10 +115,16 @@ fn a_pass_that_the_operator_ends_in_its_middle_leaves_the_rest_unconfirmed() {
         wait_until("pages", || stage.session.status().page_bytes > 0);
         let now = Change {
             switch: Some(Switch::NOW),
-            max_bandwidth: Some(None),
             ..Change::default()
         };
         stage.session.set(&now).unwrap();
+        // Without the limit, the pass could end before the switch-over.
+        wait_for_handover(stage);
+        let fast = Change {
+            max_bandwidth: Some(None),
+            ..Change::default()
+        };
+        stage.session.set(&fast).unwrap();
     });
     assert_all_present(&vm, &ends);
     let sent = ends.sent.unwrap();

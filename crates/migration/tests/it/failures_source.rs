@@ -16,7 +16,7 @@ use pageferry_migration::wire::{
     HELLO_BYTES, Hello, HelloReply, Role, Side, SourceStage, Status, Text, UrgentMessage,
 };
 use pageferry_migration::{
-    DestinationConfig, Route, SessionStatus, SourceConfig, SourceFailure, SourceReport,
+    Change, DestinationConfig, Route, SessionStatus, SourceConfig, SourceFailure, SourceReport,
     SourceSession, SourceVm, Switch, Unobserved, migrate,
 };
 use pageferry_testkit::wait_until;
@@ -731,6 +731,12 @@ const CANCEL: &[Case] = &[
         script: |peer, session| {
             peer.set_up();
             peer.take_pass();
+            // The guest writes so little that the first pass could be the last one.
+            let on_command = Change {
+                switch: Some(Switch::Manual),
+                ..Change::default()
+            };
+            session.set(&on_command).unwrap();
             peer.receipt(peer.frames);
             session.cancel();
             assert_eq!(peer.last_frame(), Some(Frame::Cancel));

@@ -27,12 +27,15 @@ const MIB: u64 = 1 << 20;
 /// The most memory that a flood may cost here, in KiB.
 const ROOM: u64 = 8 << 10;
 
-/// Says `bytes` again and again, until 32 MiB are said or the other side closes the connection.
+/// The bytes of a flood: more than may be kept.
+const FLOOD: usize = 12 << 20;
+
+/// Says `bytes` again and again, until [`FLOOD`] is said or the other side closes the connection.
 /// Reads nothing. Returns how much the memory of this process has grown in KiB.
 fn flood(connection: &Connection, bytes: &[u8]) -> u64 {
     let before = private_kib();
     let wait = within_limit("a flood");
-    for _ in 0..(32 << 20) / bytes.len() {
+    for _ in 0..FLOOD / bytes.len() {
         if connection.write_all(bytes, &wait).is_err() {
             break;
         }

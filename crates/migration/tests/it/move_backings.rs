@@ -1,6 +1,7 @@
 #![expect(unsafe_code, reason = "adopts memory")]
 //! Moves a running VM between kinds of memory, on both engines, without losing a byte.
 
+use crate::scripted::limits;
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::support::{
     LIMIT, WorkloadVm, address_of, kvm_usable, listen, migrate_to, move_vm, move_vm_to, receive_as,
@@ -11,15 +12,32 @@ use pageferry_machine::{
     AdoptedRegion, Backing, Collapsed, Delivery, Engine, GuestRam, RamLayout, soft,
 };
 use pageferry_migration::{DestinationConfig, SourceConfig, Switch, Tracking};
-use pageferry_testkit::{AdvisedHugePages, HugePages, skip, wait_until};
+use pageferry_testkit::{AdvisedHugePages, HugePages, rotating_seeds, skip, wait_until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
-const MEMORY: u64 = 32 * MIB;
+/// Chooses among the options of a move. The slow tests take all, with more memory.
+const OPTIONS: &str = "PAGEFERRY_BACKINGS";
+
+/// The memory of each side.
+fn memory() -> u64 {
+    let slow = std::env::var_os(OPTIONS).is_some();
+    if slow { 32 * MIB } else { 8 * MIB }
+}
+
 /// The pages of 2 MiB of both sides.
-const LARGES: u64 = 2 * MEMORY / (2 * MIB);
+fn larges() -> u64 {
+    2 * memory() / (2 * MIB)
+}
+
+/// One of `all` for the item of this number in a test, by the commit, or all that [`OPTIONS`] says.
+fn options<T: Copy>(item: usize, all: &[T]) -> Vec<T> {
+    let choice = rotating_seeds(OPTIONS, 1, all.len() as u64);
+    let at = |seed| (seed as usize + item) % all.len();
+    choice.take(all.len()).map(|seed| all[at(seed)]).collect()
+}
 
 /// Moves a VM with all pages, or all but those of a pass, missing at first.
 fn run(
@@ -30,7 +48,7 @@ fn run(
     allocate: bool,
     tracking: Tracking,
 ) {
-    let source = WorkloadVm::empty_on(from, engine, 2, MEMORY).boot();
+    let source = WorkloadVm::empty_on(from, engine, 2, memory()).boot();
     source.wait_progress(64);
     let config = SourceConfig {
         settings: Switch::AfterPasses(passes).into(),
@@ -56,7 +74,7 @@ fn run(
     if engine == Engine::Kvm && to.is_hugetlb() {
         assert_eq!(received.delivery.delivery, Delivery::Minor);
         // A stall ends with the last of 512 pieces, so there are few.
-        assert!(received.stalls.len() <= 2 * MEMORY / (2 * MIB));
+        assert!(received.stalls.len() <= larges());
     }
     if engine == Engine::Kvm && to == Backing::Anonymous {
         assert_eq!(received.delivery.delivery, Delivery::Missing);
@@ -68,7 +86,7 @@ fn run(
 }
 
 fn move_to_each(engine: Engine) {
-    for (from, to) in [
+    let pairs = [
         (Backing::Shmem, Backing::ShmemThp),
         (Backing::ShmemThp, Backing::Shmem),
         (Backing::Shmem, Backing::Hugetlb2M),
@@ -77,26 +95,32 @@ fn move_to_each(engine: Engine) {
         (Backing::Shmem, Backing::Anonymous),
         (Backing::Anonymous, Backing::Shmem),
         (Backing::Anonymous, Backing::Anonymous),
-    ] {
+    ];
+    for (pair, (from, to)) in pairs.into_iter().enumerate() {
         let lacking = [from, to].into_iter().find_map(|backing| {
-            let why = backing.check(MEMORY).err()?;
+            let why = backing.check(memory()).err()?;
             Some(skip(backing.name(), why))
         });
         if lacking.is_some() {
             continue;
         }
         let private = to == Backing::Anonymous;
-        let all = [(0, true), (1, false), (0, false), (1, true)];
-        for (passes, allocate) in all.into_iter().take(if private { 4 } else { 2 }) {
-            run(engine, from, to, passes, allocate, Tracking::Log);
+        let all = [
+            (2, true, Tracking::Hash),
+            (0, true, Tracking::Log),
+            (1, false, Tracking::Log),
+            (0, false, Tracking::Log),
+            (1, true, Tracking::Log),
+        ];
+        for (passes, allocate, tracking) in options(pair, &all[..if private { 5 } else { 3 }]) {
+            run(engine, from, to, passes, allocate, tracking);
         }
-        run(engine, from, to, 2, true, Tracking::Hash);
     }
 }
 
 /// Moves a VM in small pages, and waits until most of it is huge again.
 fn comes_back(engine: Engine) {
-    let source = WorkloadVm::empty(engine, 2, MEMORY).boot();
+    let source = WorkloadVm::empty(engine, 2, memory()).boot();
     source.wait_progress(64);
     let config = SourceConfig::default();
     let moved = move_vm(source, &config, DestinationConfig::default());
@@ -106,7 +130,7 @@ fn comes_back(engine: Engine) {
         return;
     }
     wait_until("huge pages", || {
-        machine.host_large_bytes().unwrap() >= MEMORY / 2
+        machine.host_large_bytes().unwrap() >= memory() / 2
     });
     let share = moved.destination.workload.memory_map().share_pages();
     moved.destination.wait_progress(2 * share);
@@ -121,7 +145,7 @@ fn comes_back(engine: Engine) {
 #[test]
 fn complete_ranges_become_huge_pages_while_other_pages_are_missing() {
     for (engine, delivery) in engines("huge pages in post-copy") {
-        let template = Template::new(engine, 1, 16 * MIB);
+        let template = Template::new(engine, 1, memory());
         let held = *template.missing.last().unwrap();
         let config = DestinationConfig {
             delivery,
@@ -144,7 +168,7 @@ fn complete_ranges_become_huge_pages_while_other_pages_are_missing() {
             let last = RamPage(held - held % large);
             assert_eq!(vm.machine.collapse(last), Collapsed::Missing);
             if makes_huge_pages(vm) {
-                let most = 16 * MIB - 2 * PageSize::Size2M.bytes();
+                let most = memory() - 2 * PageSize::Size2M.bytes();
                 wait_until("huge pages", || {
                     vm.machine.host_large_bytes().unwrap() >= most
                 });
@@ -180,7 +204,7 @@ fn the_memory_of_a_moved_vm_becomes_huge_pages_again() {
 
 #[test]
 fn a_soft_vm_moves_between_backings() {
-    let _host = (HugePages::at_least(LARGES), AdvisedHugePages::new());
+    let _host = (HugePages::at_least(larges()), AdvisedHugePages::new());
     move_to_each(Engine::Soft);
 }
 
@@ -189,7 +213,7 @@ fn a_kvm_vm_moves_between_backings() {
     if !kvm_usable("a_kvm_vm_moves_between_backings") {
         return;
     }
-    let _host = (HugePages::at_least(LARGES), AdvisedHugePages::new());
+    let _host = (HugePages::at_least(larges()), AdvisedHugePages::new());
     move_to_each(Engine::Kvm);
 }
 
@@ -201,12 +225,13 @@ fn adopted(engine: Engine) -> WorkloadVm {
         ftruncate(&fd, bytes).unwrap();
         fd
     };
-    let (one, two) = (file(24 * MIB), file(16 * MIB));
+    let (memory, eighth) = (memory(), memory() / 8);
+    let (one, two) = (file(memory), file(memory));
     let odd = MIB + MIB / 4;
     let regions = [
-        (0, 8 * MIB + odd, &one, 12 * MIB),
-        (8 * MIB + odd, 12 * MIB, &two, odd),
-        (20 * MIB + odd, MEMORY - 20 * MIB - odd, &one, 0),
+        (0, 2 * eighth + odd, &one, 3 * eighth),
+        (2 * eighth + odd, 3 * eighth, &two, odd),
+        (5 * eighth + odd, 3 * eighth - odd, &one, 0),
         (4 << 30, MIB, &two, 0),
     ];
     let regions = regions.map(|(start, bytes, fd, offset)| {
@@ -281,7 +306,7 @@ fn memories(engine: Engine, delivery: Option<Delivery>) -> Vec<(String, Workload
         if delivery.is_some() && only.is_some() && delivery != only {
             continue;
         }
-        let layout = RamLayout::new(&[(Gpa(0), MEMORY), (Gpa(4 << 30), 2 * MIB)]).unwrap();
+        let layout = RamLayout::new(&[(Gpa(0), memory()), (Gpa(4 << 30), 2 * MIB)]).unwrap();
         match GuestRam::with_backing(layout, backing) {
             Ok(ram) => all.push((backing.to_string(), with_ram(engine, ram))),
             Err(why) => {
@@ -296,13 +321,19 @@ fn memories(engine: Engine, delivery: Option<Delivery>) -> Vec<(String, Workload
 #[test]
 fn a_soft_vm_that_runs_already_becomes_the_one_that_comes() {
     for passes in [0, 2] {
-        let to = WorkloadVm::booted(Engine::Soft, 2, MEMORY);
+        let to = WorkloadVm::booted(Engine::Soft, 2, memory());
         to.wait_progress(to.workload.memory_map().share_pages());
-        let source = WorkloadVm::booted(Engine::Soft, 2, MEMORY);
+        let source = WorkloadVm::booted(Engine::Soft, 2, memory());
         source.wait_progress(64);
-        let destination = listen(DestinationConfig::default());
+        // Both guests leave little of a busy host's cores to the session.
+        let limits = limits(LIMIT);
+        let destination = listen(DestinationConfig {
+            limits: limits.clone(),
+            ..DestinationConfig::default()
+        });
         let config = SourceConfig {
             settings: Switch::AfterPasses(passes).into(),
+            limits,
             ..SourceConfig::default()
         };
         std::thread::scope(|scope| {
@@ -317,10 +348,11 @@ fn a_soft_vm_that_runs_already_becomes_the_one_that_comes() {
 
 #[test]
 fn bytes_that_the_memory_held_before_do_not_survive_a_move() {
-    let _host = (HugePages::at_least(4 * LARGES), AdvisedHugePages::new());
+    let _host = (HugePages::at_least(4 * larges()), AdvisedHugePages::new());
     for (engine, delivery) in engines("memory that is not fresh") {
-        for (passes, allocate) in [(0, false), (1, true)] {
-            for (name, to) in memories(engine, delivery) {
+        for first in options(0, &[0, 1]) {
+            for (item, (name, to)) in memories(engine, delivery).into_iter().enumerate() {
+                let (passes, allocate) = [(0, false), (1, true)][(first + item) % 2];
                 let name = format!("{engine} {delivery:?} {name}, {passes} passes");
                 let pages = to.ram().pages();
                 let bytes = to.ram().layout().bytes() - PAGE_SIZE;

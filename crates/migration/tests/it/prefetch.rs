@@ -14,10 +14,10 @@ use pageferry_testkit::wait_until;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-const MEMORY: u64 = 32 << 20;
-/// Bytes a second of the link: about 3000 pages.
-const RATE: u64 = 12_000_000;
-const TOUCHES: u64 = 1000;
+const MEMORY: u64 = 8 << 20;
+/// Bytes a second of the link: about 1500 pages.
+const RATE: u64 = 6_000_000;
+const TOUCHES: u64 = 300;
 
 /// A VM whose guest keeps to one page, with bytes in all the others.
 fn full_vm() -> (Vm, Range<u64>) {
@@ -83,7 +83,10 @@ fn move_touched(
     };
     source.threads.resume();
     let sent = std::thread::scope(|scope| {
-        scope.spawn(|| touch(source.machine.ram(), to.ram(), &order(pages)));
+        scope.spawn(|| {
+            touch(source.machine.ram(), to.ram(), &order(pages));
+            shaper.throttle(None);
+        });
         let receiving = scope.spawn(|| receive_as(&to.running(), &to.resolver, &destination));
         let config = SourceConfig {
             settings: pageferry_migration::Switch::NOW.into(),

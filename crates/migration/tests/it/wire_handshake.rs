@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// A limit against hanging, on slow and shared hosts too.
 const WAIT: Wait<'static> = Wait::block("test").within(LIMIT);
+/// The limit under test for preambles that never come.
+const HELLO: Duration = Duration::from_millis(300);
 const FIRST: ChannelKey = ChannelKey::control(1);
 
 fn identity() -> Identity {
@@ -255,7 +257,7 @@ fn another_version_is_told_which_one_is_spoken() {
 
 #[test]
 fn a_silent_peer_is_dropped_after_the_limit() {
-    let destination = Destination::start(PLAIN);
+    let destination = Destination::with_limit(PLAIN, HELLO);
     let hello = any_hello().encode();
     let is_dropped = |sent| {
         // Taken before the connection: the destination's limit starts at some moment after it.
@@ -265,14 +267,14 @@ fn a_silent_peer_is_dropped_after_the_limit() {
         let answer = read_to_end(silent);
         let expected = if sent == HELLO_BYTES { HELLO_BYTES } else { 0 };
         assert_eq!(answer.len(), expected);
-        assert!(began.elapsed() >= HELLO_LIMIT);
+        assert!(began.elapsed() >= HELLO);
     };
     thread::scope(|scope| {
         for sent in [0, 1, HELLO_BYTES / 2, HELLO_BYTES] {
             scope.spawn(move || is_dropped(sent));
         }
     });
-    let silent = "no preamble within 5000 ms";
+    let silent = "no preamble within 300 ms";
     assert_eq!(destination.strangers(), [silent; 4]);
 }
 
@@ -500,6 +502,7 @@ fn over_a_path_that_carries(
     destination: &Destination,
     of_source: usize,
     of_destination: usize,
+    limit: Duration,
 ) -> HandshakeError {
     let relay = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = relay.local_addr().unwrap().to_string().parse().unwrap();
@@ -526,15 +529,7 @@ fn over_a_path_that_carries(
                 let _ = source.shutdown(Shutdown::Write);
             });
         });
-        dial(
-            &address,
-            &PLAIN,
-            &identity(),
-            FIRST,
-            4 * HELLO_LIMIT,
-            &never,
-        )
-        .unwrap_err()
+        dial(&address, &PLAIN, &identity(), FIRST, limit, &never).unwrap_err()
     })
 }
 
@@ -548,8 +543,8 @@ fn a_path_that_loses_large_packets_opens_no_channel() {
 
 /// The destination says so in a small packet.
 fn loses_large_packets_from_its_source() {
-    let destination = Destination::start(PLAIN);
-    let error = over_a_path_that_carries(&destination, HELLO_BYTES + 80, usize::MAX);
+    let destination = Destination::with_limit(PLAIN, HELLO);
+    let error = over_a_path_that_carries(&destination, HELLO_BYTES + 80, usize::MAX, LIMIT);
     assert!(
         matches!(error, HandshakeError::LargePacketsLost { .. }),
         "{error:?}"
@@ -569,7 +564,7 @@ fn loses_large_packets_from_its_source() {
 /// The destination's small Welcome comes, and nothing behind it.
 fn loses_large_packets_to_its_source() {
     let destination = Destination::start(PLAIN);
-    let error = over_a_path_that_carries(&destination, usize::MAX, HELLO_BYTES + 48);
+    let error = over_a_path_that_carries(&destination, usize::MAX, HELLO_BYTES + 48, 4 * HELLO);
     assert!(
         matches!(error, HandshakeError::LargePacketsLost { .. }),
         "{error:?}"
@@ -578,8 +573,9 @@ fn loses_large_packets_to_its_source() {
 
 #[test]
 fn a_slow_path_is_not_one_that_loses_large_packets() {
-    let destination = Destination::start(PLAIN);
-    let error = over_a_path_that_carries(&destination, HELLO_BYTES + 80 + 1448, usize::MAX);
+    let destination = Destination::with_limit(PLAIN, HELLO);
+    let carried = HELLO_BYTES + 80 + 1448;
+    let error = over_a_path_that_carries(&destination, carried, usize::MAX, LIMIT);
     assert!(
         matches!(error, HandshakeError::Channel(ChannelError::Closed { .. })),
         "{error:?}"

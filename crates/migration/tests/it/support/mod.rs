@@ -110,7 +110,7 @@ impl WorkloadVm {
         Self {
             vm: Vm::start(new, Some(Arc::clone(&resolver) as _)).unwrap(),
             resolver,
-            workload: Workload::new(isa, vcpus, bytes).unwrap(),
+            workload: Workload::paced(isa, vcpus, bytes).unwrap(),
         }
     }
 
@@ -142,8 +142,12 @@ impl WorkloadVm {
         self.control(vcpu).done
     }
 
-    /// Waits until every vCPU has done this many more pages.
+    /// Waits until every vCPU has done this many more pages. The guest rests at other times.
     pub(crate) fn wait_progress(&self, pages: u64) {
+        self.vm.hurried(|| self.wait_pages(pages));
+    }
+
+    fn wait_pages(&self, pages: u64) {
         let vcpus = self.workload.memory_map().vcpus();
         let goals: Vec<u64> = (0..vcpus).map(|v| self.done(v) + pages).collect();
         for (vcpu, goal) in (0..vcpus).zip(goals) {
