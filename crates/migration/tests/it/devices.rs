@@ -20,7 +20,7 @@ use pageferry_migration::{
     DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, RunningVm,
     SourceConfig, SourceFailure, SourceReport, SourceVm, Switch,
 };
-use pageferry_testkit::{seeds, wait_until};
+use pageferry_testkit::{sized, wait_until};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex};
@@ -308,10 +308,10 @@ fn move_to(from: &End, to: &End, passes: u32) -> (Sent, Received) {
 
 const TWO: &[(&str, u32)] = &[("ring.0", 2), ("ring.1", 7)];
 
-/// Moves a VM five times, or as often as `PAGEFERRY_RING_MOVES` says.
+/// Moves a VM again and again.
 fn moves(engine: Engine) {
     let mut here = End::empty(engine, TWO).boot();
-    for turn in seeds("PAGEFERRY_RING_MOVES", 5) {
+    for turn in 0..sized(5, 20) {
         let there = End::empty(engine, TWO);
         let (sent, received) = here.vm.hurried(|| move_to(&here, &there, turn as u32 % 3));
         let sent = sent.unwrap();

@@ -12,19 +12,15 @@ use pageferry_machine::{
     AdoptedRegion, Backing, Collapsed, Delivery, Engine, GuestRam, RamLayout, soft,
 };
 use pageferry_migration::{DestinationConfig, SourceConfig, Switch, Tracking};
-use pageferry_testkit::{AdvisedHugePages, HugePages, rotating_seeds, skip, wait_until};
+use pageferry_testkit::{AdvisedHugePages, HugePages, rotation, sized, skip, wait_until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
-/// Chooses among the options of a move. The slow tests take all, with more memory.
-const OPTIONS: &str = "PAGEFERRY_BACKINGS";
-
 /// The memory of each side.
 fn memory() -> u64 {
-    let slow = std::env::var_os(OPTIONS).is_some();
-    if slow { 32 * MIB } else { 8 * MIB }
+    sized(8, 32) * MIB
 }
 
 /// The pages of 2 MiB of both sides.
@@ -32,11 +28,11 @@ fn larges() -> u64 {
     2 * memory() / (2 * MIB)
 }
 
-/// One of `all` for the item of this number in a test, by the commit, or all that [`OPTIONS`] says.
+/// One of `all` for the item of this number in a test, by the commit. All in the slow tests.
 fn options<T: Copy>(item: usize, all: &[T]) -> Vec<T> {
-    let choice = rotating_seeds(OPTIONS, 1, all.len() as u64);
-    let at = |seed| (seed as usize + item) % all.len();
-    choice.take(all.len()).map(|seed| all[at(seed)]).collect()
+    let (first, count) = (rotation() as usize + item, sized(1, all.len() as u64));
+    let next = all.iter().cycle().skip(first % all.len());
+    next.take(count as usize).copied().collect()
 }
 
 /// Moves a VM with all pages, or all but those of a pass, missing at first.
