@@ -8,7 +8,7 @@ use crate::peer::{
     listen,
 };
 use crate::vm::{Faults, LIMIT, Vm, create, create_on};
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
+use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_machine::{Backing, Delivery, Engine, MachineSpec, VcpuThreads};
 use pageferry_migration::channel::{Connection, Listener, Spinner, Wait};
@@ -33,11 +33,7 @@ const PUSH_MEMORY: u64 = 512 << 20;
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn link(
-    setting: &Setting,
-    channels: &Channels,
-    progress: &mut dyn FnMut(&str),
-) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn link(setting: &Setting, channels: &Channels) -> Result<Vec<Row>, BenchError> {
     let plain = Channels {
         tls: None,
         ..channels.clone()
@@ -46,7 +42,7 @@ pub(crate) fn link(
     let mut pings = Samples::default();
     let mut bulks = Samples::default();
     for round in 1..=setting.repeat {
-        progress(&format!("bare link, round {round} of {}", setting.repeat));
+        note(&format!("bare link, round {round} of {}", setting.repeat));
         pings.push(ping_pong(setting)?.median());
         bulks.push(bulk_rate(setting, channels.bulk)?);
     }
@@ -70,13 +66,11 @@ pub(crate) fn link(
     ));
     for &engine in &setting.engines {
         for delivery in deliveries(engine)? {
-            stall_rows(
-                setting, engine, delivery, ping, channels, &mut rows, progress,
-            )?;
+            stall_rows(setting, engine, delivery, ping, channels, &mut rows)?;
         }
         let (mut rates, mut tls_rates) = (Samples::default(), Samples::default());
         for round in 1..=setting.repeat {
-            progress(&format!(
+            note(&format!(
                 "background push on {engine}, round {round} of {}",
                 setting.repeat
             ));
@@ -104,7 +98,7 @@ pub(crate) fn link(
                     conditions("no zero pages; each is pushed once from cold memory, checksummed, verified and installed; the guest is quiet"),
                 )
                 .against("link.bulk_rate", bulk)
-                .aiming_at("ratio >= 0.6", Bound::RatioAtLeast(0.6)),
+                .aiming_at(Bound::RatioAtLeast(0.6)),
         );
         if !tls_rates.is_empty() {
             rows.push(
@@ -135,7 +129,6 @@ fn stall_rows(
     ping: f64,
     channels: &Channels,
     rows: &mut Vec<Row>,
-    progress: &mut dyn FnMut(&str),
 ) -> Result<(), BenchError> {
     let (mut exits, mut stalls) = (Samples::default(), Samples::default());
     let (mut p99, mut worst) = (Samples::default(), Samples::default());
@@ -145,7 +138,7 @@ fn stall_rows(
         ..channels.clone()
     };
     for round in 1..=setting.repeat {
-        progress(&format!(
+        note(&format!(
             "faults on {engine} by {delivery}, round {round} of {}",
             setting.repeat
         ));
@@ -178,7 +171,7 @@ fn stall_rows(
         ));
         stall = stall
             .against("link.ping_pong_p50 + engine.exit_resume_p50", floor)
-            .aiming_at("ratio <= 1.6", Bound::RatioAtMost(1.6));
+            .aiming_at(Bound::RatioAtMost(1.6));
     }
     let plain_stall = stall.value;
     rows.push(stall);
@@ -191,7 +184,7 @@ fn stall_rows(
                 conditions("as stall.urgent_p50, with TLS"),
             )
             .against("stall.urgent_p50", plain_stall)
-            .aiming_at("ratio <= 1.5", Bound::RatioAtMost(1.5)),
+            .aiming_at(Bound::RatioAtMost(1.5)),
         );
     }
     rows.push(p99.row(

@@ -17,7 +17,6 @@
 mod args;
 mod blackout;
 mod channels;
-mod clock;
 mod command;
 mod cores;
 mod demand_paging;
@@ -28,13 +27,13 @@ mod kit;
 mod link;
 mod linux;
 mod model;
+mod output;
 mod peer;
 mod postcopy_latency;
-mod report;
 mod restore;
 mod results;
 mod row;
-mod run;
+mod schemes;
 mod serialised;
 mod slots;
 mod soft;
@@ -47,14 +46,16 @@ use blackout::blackout;
 use error::BenchError;
 use kit::Samples;
 use link::link;
-use report::Operation;
 use row::{Bound, Conditions, Row};
 use soft::soft;
 use states::states;
 
 use clap::Parser;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::io::Write;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// The settings of a benchmark that prints [`Row`]s.
 #[derive(Clone, Debug)]
@@ -75,6 +76,25 @@ fn main() -> ExitCode {
             ExitCode::from(why.exit_code())
         }
     }
+}
+
+static ASKED_TO_STOP: OnceLock<Arc<AtomicBool>> = OnceLock::new();
+
+/// From now on, an interrupt ends the benchmark in order: namespaces and processes are removed.
+fn stop_on_interrupt() -> Result<(), BenchError> {
+    let asked = ASKED_TO_STOP.get_or_init(Arc::default);
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        signal_hook::flag::register(signal, Arc::clone(asked))
+            .map_err(error::os("cannot handle signals"))?;
+    }
+    Ok(())
+}
+
+/// Whether the user asks to stop.
+fn is_cancelled() -> bool {
+    ASKED_TO_STOP
+        .get()
+        .is_some_and(|asked| asked.load(Ordering::Relaxed))
 }
 
 /// Writes a line to stderr.

@@ -87,13 +87,13 @@ impl Moves {
                 .blackouts
                 .row("linux.blackout", "soft", "ms", how(load))
                 .against("blackout", bare.blackouts.median())
-                .aiming_at("ratio <= 1.5", Bound::RatioAtMost(1.5)),
+                .aiming_at(Bound::RatioAtMost(1.5)),
             bare.pages.row("page", "soft", "us", how(page)),
             linux
                 .pages
                 .row("linux.page", "soft", "us", how(page))
                 .against("page", bare.pages.median())
-                .aiming_at("ratio <= 1.1", Bound::RatioAtMost(1.1)),
+                .aiming_at(Bound::RatioAtMost(1.1)),
         ]
     }
 }
@@ -103,7 +103,7 @@ impl Conditions<'_> {
     fn move_here(&self, role: &Role) -> Result<Moved, BenchError> {
         let mut peer = Peer::start_by(Command::new(&self.setting.executable), role)?;
         let deadline = Instant::now() + LIMIT;
-        let stop = || (self.stop)() || Instant::now() > deadline;
+        let stop = || crate::is_cancelled() || Instant::now() > deadline;
         let config = DestinationConfig::default();
         let moved = receive_by(&mut peer, listen(LOOPBACK)?, Backing::Shmem, config, &stop);
         if moved.is_err() {

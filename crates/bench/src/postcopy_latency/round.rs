@@ -3,12 +3,13 @@
 use super::noise::{Meter, Noise};
 use super::setting::{Column, LatencySetting, Mode};
 use super::stalls::Stalls;
-use crate::BenchError;
 use crate::channels::Channels;
 use crate::error::os;
 use crate::link::{exchanges, receive_by};
 use crate::peer::{Guest, Peer, Role, SourceVm, listen};
+use crate::{BenchError, is_cancelled};
 use pageferry_hosts::{Host, TwoHosts, netns};
+use pageferry_machine::Delivery;
 use pageferry_migration::{DestinationConfig, DestinationReport, Phase, PlainPolicy};
 use pageferry_testkit::qemu::Qemu;
 use std::net::IpAddr;
@@ -33,7 +34,7 @@ pub(super) struct Measured {
     /// The length of post-copy in seconds. `None` where nothing is pushed.
     pub(super) total_s: Option<f64>,
     /// The delivery of faults. `None`: there is no guest.
-    pub(super) delivery: Option<&'static str>,
+    pub(super) delivery: Option<Delivery>,
 }
 
 /// All rows of a column, measured one after the other.
@@ -57,7 +58,6 @@ pub(super) struct Conditions<'a> {
     pub(super) hosts: &'a TwoHosts,
     pub(super) column: &'a Column,
     pub(super) qemu: Option<&'a Qemu>,
-    pub(super) stop: &'a (dyn Fn() -> bool + Sync),
 }
 
 impl Conditions<'_> {
@@ -110,7 +110,6 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         setting,
         hosts,
         column,
-        stop,
         ..
     } = conditions;
     let memory_bytes = setting.memory_of(column.host_page, mode);
@@ -149,7 +148,7 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
     let deadline = Instant::now() + conditions.limit(memory_bytes);
     let kill = peer.killer();
     let stop = || {
-        if stop() {
+        if is_cancelled() {
             // Or else the source would report a lost destination.
             kill();
             return true;
@@ -176,7 +175,7 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         ),
         link_busy_percent: total_s.map(|seconds| conditions.link_busy_percent(sent, seconds)),
         total_s,
-        delivery: Some(report.delivery.delivery.name()),
+        delivery: Some(report.delivery.delivery),
     })
 }
 
@@ -204,7 +203,6 @@ fn floor(conditions: Conditions<'_>) -> Result<Measured, BenchError> {
         setting,
         hosts,
         column,
-        stop,
         ..
     } = conditions;
     let page_bytes = column.host_page.bytes() as usize;
@@ -225,7 +223,7 @@ fn floor(conditions: Conditions<'_>) -> Result<Measured, BenchError> {
         let enough = from.is_some_and(|from: Instant| {
             from.elapsed() >= FLOOR_TIME && done >= warm + FLOOR_LEAST
         });
-        !enough && !stop()
+        !enough && !is_cancelled()
     })?;
     // Before the connection, or else it would report the loss of that.
     drop(peer);
