@@ -2,8 +2,8 @@
 //! move needs.
 
 use crate::channels::Channels;
-use crate::link::receive;
-use crate::peer::{Guest, Peer, Role, SourceVm, overhead_bytes};
+use crate::mover::{Guest, SourceFigures, SourceVm, overhead_bytes, receive};
+use crate::peer::Peer;
 use crate::vm::isa_of;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
 use pageferry_guest::Workload;
@@ -57,7 +57,7 @@ pub(crate) fn blackout(setting: &Setting, sparse: Option<u64>) -> Result<Vec<Row
                     measured.memory_bytes >> 20,
                     setting.repeat
                 ));
-                measured.measure(setting, engine)?;
+                measured.measure(engine)?;
             }
         }
         let mut all = all.iter();
@@ -71,8 +71,8 @@ pub(crate) fn blackout(setting: &Setting, sparse: Option<u64>) -> Result<Vec<Row
 }
 
 /// The source of the test guest that moves.
-pub(crate) fn role(engine: Engine, memory_bytes: u64) -> Role {
-    Role::Source(SourceVm {
+pub(crate) fn source(engine: Engine, memory_bytes: u64) -> SourceVm {
+    SourceVm {
         engine,
         vcpus: VCPUS,
         memory_bytes,
@@ -84,21 +84,20 @@ pub(crate) fn role(engine: Engine, memory_bytes: u64) -> Role {
         prefetch: true,
         guest: Guest::Workload,
         channels: Channels::default(),
-    })
+    }
 }
 
 impl Measured {
     /// Moves a VM.
-    fn measure(&mut self, setting: &Setting, engine: Engine) -> Result<(), BenchError> {
+    fn measure(&mut self, engine: Engine) -> Result<(), BenchError> {
         let workload = Workload::new(isa_of(engine), VCPUS, MEMORY)?;
-        let role = role(engine, self.memory_bytes);
-        let mut peer = Peer::start(setting, &role)?;
+        let mut peer = Peer::start(&source(engine, self.memory_bytes))?;
         let config = DestinationConfig {
             allocate: self.allocate,
             ..DestinationConfig::default()
         };
         let (report, vm) = receive(&mut peer, config)?;
-        let sent = peer.figures::<crate::peer::SourceFigures>()?;
+        let sent = peer.figures::<SourceFigures>()?;
         let first = report
             .first_instruction
             .or_else(|| report.first_touch(|page| workload.is_data(page)))

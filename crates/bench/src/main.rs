@@ -7,7 +7,7 @@
 //! code is one of [`args::EXIT_CODES`].
 //!
 //! **Mechanism.** A benchmark is a function that returns figures. A benchmark of two processes
-//! starts a [`peer::Peer`]: this executable again, in a role. Figures are medians of several
+//! starts a [`peer::Peer`]: this executable again, in a part of its own. Figures are medians of several
 //! samples, and carry the smallest and the largest sample. In `slots` and in `tables` the *schemes*
 //! of other crates implement one trait and get the same inputs in turn. A *floor* is a scheme that
 //! does only the least work that any scheme must do: a lower bound.
@@ -27,6 +27,7 @@ mod kit;
 mod link;
 mod linux;
 mod model;
+mod mover;
 mod output;
 mod peer;
 mod postcopy_latency;
@@ -60,8 +61,6 @@ use std::sync::{Arc, OnceLock};
 /// The settings of a benchmark that prints [`Row`]s.
 #[derive(Clone, Debug)]
 pub(crate) struct Setting {
-    /// The executable for the other process. It is run as `EXECUTABLE peer ROLE`.
-    pub(crate) executable: std::path::PathBuf,
     /// The engines to measure.
     pub(crate) engines: Vec<pageferry_machine::Engine>,
     /// The rounds of each measurement, at least 1. Each round gives one sample of each figure.

@@ -1,7 +1,6 @@
 //! `pageferry-bench linux`: Linux on our own hypervisor or on KVM, beside QEMU and beside a bare
 //! guest.
 
-use super::executable;
 use crate::BenchError;
 use crate::args::LinuxFlags;
 use crate::linux::{KvmSetting, LinuxSetting};
@@ -58,7 +57,6 @@ fn setting(flags: &LinuxFlags) -> Result<LinuxSetting, BenchError> {
     };
     let program = flags.peer_program.clone().unwrap_or_else(|| qemu.into());
     Ok(LinuxSetting {
-        executable: executable()?,
         kernel: guest.kernel,
         initrd: guest.initrd,
         qemu: flags.peer.map(|_| program),

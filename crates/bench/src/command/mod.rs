@@ -8,14 +8,12 @@ mod schemes;
 mod tunnel;
 
 use crate::args::{BenchFlags, Command, RestoreFlags};
-use crate::error::os;
 use crate::output::{Output, print};
-use crate::peer::Role;
+use crate::peer::{self, Part};
 use crate::restore::RestoreSizes;
 use crate::{BenchError, Row, Setting, note, results};
 use pageferry_harness::size;
 use pageferry_machine::{Engine, EngineChoice};
-use std::path::PathBuf;
 
 type Benchmark<'a> = &'a dyn Fn(&Setting) -> Result<Vec<Row>, BenchError>;
 
@@ -23,7 +21,7 @@ type Benchmark<'a> = &'a dyn Fn(&Setting) -> Result<Vec<Row>, BenchError>;
 pub(crate) fn run(command: &Command) -> Result<(), BenchError> {
     let run = |flags: &BenchFlags, benchmark: Benchmark<'_>| rows(command, flags, benchmark);
     match command {
-        Command::Peer { role } => Role::from_json(role)?.play(),
+        Command::Peer { name, part } => play(name, part),
         Command::Link(flags) => run(&flags.common, &|setting| {
             crate::link(setting, &flags.channels())
         }),
@@ -42,6 +40,26 @@ pub(crate) fn run(command: &Command) -> Result<(), BenchError> {
         Command::Tables(flags) => schemes::tables(flags),
         Command::Record { file, command } => results::record(file, command),
         Command::Report { results } => print(&results::report(results)?),
+    }
+}
+
+/// Plays the part `name` of another process.
+fn play(name: &str, part: &str) -> Result<(), BenchError> {
+    use crate::link::{Bulk, Pong};
+    use crate::linux::LinuxSource;
+    use crate::mover::SourceVm;
+    use crate::restore::{Paced, Restarted, Restored};
+    use crate::tunnel::TunnelEnd;
+    match name {
+        Bulk::NAME => peer::play::<Bulk>(part),
+        Pong::NAME => peer::play::<Pong>(part),
+        LinuxSource::NAME => peer::play::<LinuxSource>(part),
+        SourceVm::NAME => peer::play::<SourceVm>(part),
+        Paced::NAME => peer::play::<Paced>(part),
+        Restarted::NAME => peer::play::<Restarted>(part),
+        Restored::NAME => peer::play::<Restored>(part),
+        TunnelEnd::NAME => peer::play::<TunnelEnd>(part),
+        _ => Err(BenchError::Peer(format!("unknown part '{name}'"))),
     }
 }
 
@@ -72,7 +90,6 @@ fn rows(command: &Command, flags: &BenchFlags, benchmark: Benchmark<'_>) -> Resu
         return Err(BenchError::Setting(why.into()));
     }
     let setting = Setting {
-        executable: executable()?,
         engines: engines(flags.engine)?,
         repeat: flags.repeat,
     };
@@ -86,7 +103,6 @@ fn restore(flags: &RestoreFlags) -> Result<(), BenchError> {
         return Err(BenchError::Setting(why.into()));
     }
     let setting = Setting {
-        executable: executable()?,
         engines: Vec::new(),
         repeat: flags.repeat,
     };
@@ -96,11 +112,6 @@ fn restore(flags: &RestoreFlags) -> Result<(), BenchError> {
     };
     let rows = crate::restore::restore(&setting, &sizes)?;
     Output::from(rows).show(flags.json, None)
-}
-
-/// This program's file, for the other process of a benchmark.
-fn executable() -> Result<PathBuf, BenchError> {
-    std::env::current_exe().map_err(os("cannot find this program's own file"))
 }
 
 /// The engines to measure: the chosen one, or all that run here.

@@ -1,7 +1,6 @@
 //! `pageferry-bench postcopy-latency`: stalls on a link that the push saturates.
 
 use super::check_host_memory;
-use super::executable;
 use crate::BenchError;
 use crate::args::{LatencyFlags, PageFlag};
 use crate::postcopy_latency::{HostPage, LatencySetting};
@@ -39,7 +38,6 @@ fn setting(flags: &LatencyFlags) -> Result<LatencySetting, BenchError> {
         &[false]
     };
     Ok(LatencySetting {
-        executable: executable()?,
         engine: pageferry_machine::select(flags.engine)?.0,
         columns: LatencySetting::columns(
             &host_pages,

@@ -1,7 +1,6 @@
 //! `pageferry-bench tunnel`: QEMU's migrations through a pair of tunnels.
 
 use super::check_host_memory;
-use super::executable;
 use crate::BenchError;
 use crate::args::TunnelFlags;
 use crate::output::Output;
@@ -24,7 +23,6 @@ fn setting(flags: &TunnelFlags) -> Result<TunnelSetting, BenchError> {
         (TunnelSetting::MEMORY, TunnelSetting::ROUNDS)
     };
     Ok(TunnelSetting {
-        executable: executable()?,
         qemu: flags.peer_program.clone(),
         rate: flags.rate,
         memory_bytes: flags.memory.unwrap_or(memory_bytes),

@@ -273,7 +273,15 @@ impl Bench<'_> {
         name: &'static str,
         more: impl FnOnce(&mut Command),
     ) -> Result<Process, BenchError> {
-        let mut command = Command::new(self.setting.executable.with_file_name("pageferry"));
+        let program = crate::peer::executable()?.with_file_name("pageferry");
+        if !program.is_file() {
+            let build = "`cargo build --release -p pageferry` builds it";
+            return Err(BenchError::Setting(format!(
+                "there is no {}: {build}",
+                program.display()
+            )));
+        }
+        let mut command = Command::new(program);
         command.arg(name);
         more(&mut command);
         Process::start(command, name, scratch)

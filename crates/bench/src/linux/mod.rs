@@ -26,8 +26,8 @@ use bare::{BareLoop, INSTRUCTIONS, ROUNDS};
 use figures::Figures;
 pub(crate) use kvm::{KvmSetting, linux_on_kvm};
 use lines::Task;
+pub(crate) use moved::LinuxSource;
 use moved::Moves;
-pub(crate) use moved::source;
 use pageferry_machine::Linux;
 use pageferry_testkit::qemu::Qemu;
 use std::collections::BTreeMap;
@@ -48,8 +48,6 @@ const BARE: &str = "bare.loop";
 /// The settings of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct LinuxSetting {
-    /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
-    pub(crate) executable: PathBuf,
     /// The kernel's file: a riscv64 `Image`, or for KVM a `bzImage`.
     pub(crate) kernel: PathBuf,
     /// The file of its initial RAM disk, with the first process of `lab/guest-linux`.
@@ -351,7 +349,6 @@ mod tests {
     /// Conditions of tests that start no Linux.
     pub(super) fn conditions(test: impl FnOnce(&Conditions<'_>)) {
         let setting = LinuxSetting {
-            executable: PathBuf::new(),
             kernel: PathBuf::new(),
             initrd: PathBuf::new(),
             qemu: None,

@@ -5,8 +5,9 @@ use super::setting::{Column, LatencySetting, Mode};
 use super::stalls::Stalls;
 use crate::channels::Channels;
 use crate::error::os;
-use crate::link::{exchanges, receive_by};
-use crate::peer::{Guest, Peer, Role, SourceVm, listen};
+use crate::link::{Pong, exchanges};
+use crate::mover::{Guest, SourceFigures, SourceVm, receive_by};
+use crate::peer::{Part, Peer, listen};
 use crate::{BenchError, is_cancelled};
 use pageferry_hosts::{Host, TwoHosts, netns};
 use pageferry_machine::Delivery;
@@ -114,7 +115,7 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
     } = conditions;
     let memory_bytes = setting.memory_of(column.host_page, mode);
     let tls = setting.tls.clone().filter(|_| column.tls);
-    let role = Role::Source(SourceVm {
+    let source = SourceVm {
         engine: setting.engine_of(column.host_page),
         vcpus: column.vcpus,
         memory_bytes,
@@ -135,14 +136,14 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
             bulk: 1,
             tls: tls.clone(),
         },
-    });
+    };
     let config = DestinationConfig {
         tls: tls.map(Into::into),
         plain: PlainPolicy::Anywhere,
         ..DestinationConfig::default()
     };
     let sent_before = hosts.sent_bytes(Host::A)?;
-    let mut peer = start(setting, hosts, &role)?;
+    let mut peer = start(hosts, &source)?;
     let here = IpAddr::from(hosts.address(Host::B));
     let listener = within(hosts, Host::B, || listen(here))?;
     let deadline = Instant::now() + conditions.limit(memory_bytes);
@@ -162,7 +163,7 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         config,
         &stop,
     )?;
-    peer.figures::<crate::peer::SourceFigures>()?;
+    peer.figures::<SourceFigures>()?;
     let sent = hosts.sent_bytes(Host::A)? - sent_before;
     drop(vm);
     let total_s = (mode != Mode::Idle).then(|| seconds(&report)).flatten();
@@ -180,11 +181,8 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
 }
 
 /// Starts the process of the source's host.
-fn start(setting: &LatencySetting, hosts: &TwoHosts, role: &Role) -> Result<Peer, BenchError> {
-    Peer::start_by(
-        netns::command(hosts.name(Host::A), &setting.executable),
-        role,
-    )
+fn start(hosts: &TwoHosts, part: &impl Part) -> Result<Peer, BenchError> {
+    Peer::start_in(hosts.name(Host::A), part)
 }
 
 /// The length of post-copy.
@@ -199,19 +197,14 @@ fn seconds(report: &DestinationReport) -> Option<f64> {
 
 /// Exchanges bare requests and replies, as many unanswered as there are vCPUs.
 fn floor(conditions: Conditions<'_>) -> Result<Measured, BenchError> {
-    let Conditions {
-        setting,
-        hosts,
-        column,
-        ..
-    } = conditions;
+    let Conditions { hosts, column, .. } = conditions;
     let page_bytes = column.host_page.bytes() as usize;
     let in_flight = column.vcpus as usize;
-    let role = Role::Pong {
+    let pong = Pong {
         host: hosts.address(Host::A).into(),
         page_bytes,
     };
-    let mut peer = start(setting, hosts, &role)?;
+    let mut peer = start(hosts, &pong)?;
     let connection = within(hosts, Host::B, || peer.connect())?;
     let began = Instant::now();
     let (mut warm, mut from) = (0, None);

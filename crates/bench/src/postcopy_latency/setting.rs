@@ -155,8 +155,6 @@ impl Column {
 /// The settings of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct LatencySetting {
-    /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
-    pub(crate) executable: PathBuf,
     /// The engine of guests on pages of 4 KiB. Guests on pages of 2 MiB run on KVM.
     pub(crate) engine: Engine,
     /// The columns.
@@ -271,7 +269,6 @@ mod tests {
         let congestion = ["cubic".to_owned(), "bbr".to_owned()];
         let pages = [HostPage::Size4K, HostPage::Size2M];
         LatencySetting {
-            executable: PathBuf::new(),
             engine: Engine::Soft,
             columns: LatencySetting::columns(&pages, &[1, 16], &[false], &congestion),
             rate: Rate::mbit(1000),

@@ -9,7 +9,6 @@ use crate::output::Output;
 use crate::row::Row;
 use pageferry_hosts::Rate;
 use pageferry_machine::{Delivery, Engine};
-use std::path::PathBuf;
 
 fn column(vcpus: u32, host_page: HostPage) -> Column {
     Column {
@@ -22,7 +21,6 @@ fn column(vcpus: u32, host_page: HostPage) -> Column {
 
 fn setting(rate: Rate) -> LatencySetting {
     LatencySetting {
-        executable: PathBuf::new(),
         engine: Engine::Soft,
         columns: Vec::new(),
         rate,

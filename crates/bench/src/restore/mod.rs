@@ -28,7 +28,7 @@ pub(crate) use restart::Restarted;
 pub(crate) use vmm::{Memory, Restored};
 
 use crate::error::{os, scratch};
-use crate::peer::{Peer, Role};
+use crate::peer::Peer;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
 use pageferry_pager::{
     Format, Mount, MountFile, MountFileStatus, MountSettings, Name, Owner, Pager, Restore,
@@ -152,7 +152,6 @@ pub(crate) fn restore(setting: &Setting, sizes: &RestoreSizes) -> Result<Vec<Row
     let mut all: Vec<Figures> = (0..ways).map(|_| Figures::default()).collect();
     let file = File::open(&memory).map_err(os("the memory file"))?;
     let one = |cold| One {
-        setting,
         sizes,
         scratch: scratch.path(),
         memory: &memory,
@@ -296,7 +295,6 @@ fn write_memory(path: &Path, bytes: u64) -> std::io::Result<()> {
 
 /// One restore.
 struct One<'a> {
-    setting: &'a Setting,
     sizes: &'a RestoreSizes,
     scratch: &'a Path,
     memory: &'a Path,
@@ -398,12 +396,11 @@ impl One<'_> {
 
     /// Starts a VMM, lets it touch its working set, and ends it.
     fn touch(&self, memory: Memory) -> Result<Touched, BenchError> {
-        let role = Role::Restored(Restored {
+        let mut vmm = Peer::start(&Restored {
             memory,
             bytes: self.sizes.memory,
             working_set: self.sizes.working_set,
-        });
-        let mut vmm = Peer::start(self.setting, &role)?;
+        })?;
         let ready = vmm.next_line()?;
         if ready != "ready" {
             return Err(BenchError::Peer(format!("'{ready}': expected 'ready'")));

@@ -4,6 +4,7 @@
 
 use crate::BenchError;
 use crate::error::os;
+use crate::peer::{Part, read_line, send, send_line};
 use pageferry_addr::{Hva, PAGE_SIZE};
 use pageferry_pager::{Region, connect};
 use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd};
@@ -133,10 +134,7 @@ impl Restored {
 
     /// Plays the VMM to its end: maps its memory, waits for `go`, connects, and touches the working
     /// set.
-    pub(crate) fn play(
-        &self,
-        go: impl FnOnce() -> Result<(), BenchError>,
-    ) -> Result<Touched, BenchError> {
+    fn touched(&self, go: impl FnOnce() -> Result<(), BenchError>) -> Result<Touched, BenchError> {
         let (base, uffd) = self.map()?;
         let set = working_set(self.bytes, self.working_set);
         let start = Barrier::new(THREADS + 1);
@@ -190,6 +188,17 @@ impl Restored {
             p99: at(0.99),
             private_bytes: private_bytes()?,
         })
+    }
+}
+
+impl Part for Restored {
+    const NAME: &'static str = "restored";
+
+    fn play(&self) -> Result<(), BenchError> {
+        send(&self.touched(|| {
+            send_line("ready")?;
+            read_line().map(drop)
+        })?)
     }
 }
 

@@ -31,8 +31,6 @@ use std::path::PathBuf;
 /// The settings of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct TunnelSetting {
-    /// The executable of the tunnels.
-    pub(crate) executable: PathBuf,
     /// The file of QEMU.
     pub(crate) qemu: PathBuf,
     /// The rate of the link, in each direction.

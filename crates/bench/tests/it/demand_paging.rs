@@ -33,9 +33,13 @@ fn measured_figures_are_not_modelled_ones() {
     ended.assert_ok();
     let json = ended.json();
     let rows = json.as_array().expect("rows");
-    let rates = rows.iter().filter(|row| row["case"] == "demand_paging.rate");
+    let rates = rows
+        .iter()
+        .filter(|row| row["case"] == "demand_paging.rate");
     let rates: Vec<_> = rates.filter_map(|row| row["subject"].as_str()).collect();
-    let parallel = rates.iter().filter(|subject| !subject.contains("serialised"));
+    let parallel = rates
+        .iter()
+        .filter(|subject| !subject.contains("serialised"));
     let expected = [1, 3].into_iter().flat_map(|vcpus| {
         ["no userfault", "exit"].map(|pages| format!("soft, {pages}, {vcpus} vCPUs"))
     });
@@ -43,7 +47,10 @@ fn measured_figures_are_not_modelled_ones() {
     for row in rows {
         let figure = |key: &str| row[key].as_f64().expect("a number");
         assert!(figure("min") > 0.0 && figure("samples") == 2.0, "{row}");
-        assert!(figure("min") <= figure("value") && figure("value") <= figure("max"), "{row}");
+        assert!(
+            figure("min") <= figure("value") && figure("value") <= figure("max"),
+            "{row}"
+        );
     }
     let page = std::fs::read_to_string(&page).expect("the page was written");
     assert_eq!(page.matches("<svg").count(), 1);
@@ -135,12 +142,23 @@ fn the_model_says_that_it_is_one() {
     let json = ended.json();
     let rows = json.as_array().expect("rows");
     let of = |case: &'static str| rows.iter().filter(move |row| row["case"] == case);
-    for input in ["guest", "lookup", "map", "missing", "exit", "copy", "lock", "handover", "line"] {
+    for input in [
+        "guest", "lookup", "map", "missing", "exit", "copy", "lock", "handover", "line",
+    ] {
         let case = format!("model.{input}");
-        assert_eq!(rows.iter().filter(|row| row["case"] == case).count(), 1, "{case}");
+        assert_eq!(
+            rows.iter().filter(|row| row["case"] == case).count(),
+            1,
+            "{case}"
+        );
     }
     assert_eq!(of("model.check").count(), 8);
-    for case in ["model.time", "model.rate", "model.waiting", "model.total_time"] {
+    for case in [
+        "model.time",
+        "model.rate",
+        "model.waiting",
+        "model.total_time",
+    ] {
         assert_eq!(of(case).count(), 8, "{case}");
         for row in of(case) {
             let subject = row["subject"].as_str().expect("a subject");

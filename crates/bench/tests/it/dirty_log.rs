@@ -14,7 +14,11 @@ fn every_phase_is_there_for_programs_and_for_people() {
         let json = ended.json();
         let rows = json.as_array().expect("rows");
         assert_eq!(rows.len(), 24, "{json}");
-        let by = if bits { "dirty bits" } else { "write protection" };
+        let by = if bits {
+            "dirty bits"
+        } else {
+            "write protection"
+        };
         for row in rows {
             assert!(row["value"].as_f64() > Some(0.0), "{row}");
             let note = row["conditions"]["note"].as_str().expect("a note");

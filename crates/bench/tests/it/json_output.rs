@@ -150,12 +150,22 @@ fn the_rows_of_the_others_are_described() {
         if is_busy && benchmark == "demand-paging --model" && skip("cores", &ended.stderr) {
             return;
         }
-        all.extend(rows_with_documented_cases(&section, benchmark, &ended.json()));
+        all.extend(rows_with_documented_cases(
+            &section,
+            benchmark,
+            &ended.json(),
+        ));
     };
     check("dirty-log", "dirty-log --memory 256K --repeat 1 --json");
     let paging = "demand-paging --memory-per-vcpu 256K --repeat 2 --json";
-    check("demand-paging", &format!("{paging} --vcpus 1,2 --engine soft --quick"));
-    check("demand-paging --model", &format!("{paging} --vcpus 1 --model"));
+    check(
+        "demand-paging",
+        &format!("{paging} --vcpus 1,2 --engine soft --quick"),
+    );
+    check(
+        "demand-paging --model",
+        &format!("{paging} --vcpus 1 --model"),
+    );
     check("tables", "tables --quick --repeat 1 --json");
     if !crate::postcopy_latency::skipped() {
         let words = crate::postcopy_latency::TINY.join(" ");

@@ -47,7 +47,9 @@ fn the_json_and_the_page_have_every_row() {
     let rows = json.as_array().expect("rows");
     let of = |mode: &str, case: &str| {
         let subject = format!("{mode}, 4 KiB pages, 2 vCPUs, plain, cubic");
-        let row = rows.iter().find(|row| row["case"] == case && row["subject"] == subject);
+        let row = rows
+            .iter()
+            .find(|row| row["case"] == case && row["subject"] == subject);
         row.and_then(|row| row["value"].as_f64())
     };
     for mode in [
@@ -64,9 +66,15 @@ fn the_json_and_the_page_have_every_row() {
         assert_eq!(of(mode, "latency.total").is_some(), pushed, "{mode}");
         let busy = of(mode, "latency.link_busy");
         assert_eq!(busy.is_some(), pushed, "{mode}");
-        assert!(busy.is_none_or(|busy| busy > 1.0 && busy < 110.0), "{mode}: {busy:?}");
+        assert!(
+            busy.is_none_or(|busy| busy > 1.0 && busy < 110.0),
+            "{mode}: {busy:?}"
+        );
     }
-    assert!(rows.iter().all(|row| row["met"].is_null()), "one round gives no verdict");
+    assert!(
+        rows.iter().all(|row| row["met"].is_null()),
+        "one round gives no verdict"
+    );
     let page = std::fs::read_to_string(&page).expect("the page was written");
     assert_eq!(page.matches("<svg").count(), 7);
 }

@@ -15,13 +15,19 @@ fn a_recorded_result_becomes_a_page() {
     let dir = tempfile::tempdir().expect("a folder");
     let folder = dir.path().to_str().expect("a UTF-8 path");
     let file = format!("{folder}/1-tables.json");
-    let words = ["record", &file, "--", BENCH, "tables", "--quick", "--repeat", "1", "--json"];
+    let words = [
+        "record", &file, "--", BENCH, "tables", "--quick", "--repeat", "1", "--json",
+    ];
     bench(&words).assert_ok();
     let record = std::fs::read_to_string(&file).expect("the record");
     let rows = record.matches("\"case\"").count();
     assert!((1..30).contains(&rows), "only judged rows are kept: {rows}");
     fails(&["record", &file, "--", "false"], 12, "is not recorded");
-    fails(&["record", &file, "--", "echo", "x"], 2, "did not print rows");
+    fails(
+        &["record", &file, "--", "echo", "x"],
+        2,
+        "did not print rows",
+    );
     std::fs::remove_file(&file).expect("the result is removed");
     fails(&["report", folder], 2, "it has no results");
     std::fs::remove_dir(dir.path()).expect("nothing was left behind");
