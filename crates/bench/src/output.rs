@@ -4,6 +4,7 @@ use crate::BenchError;
 use crate::error::os;
 use crate::row::{Row, quantity};
 use pageferry_charts::{escape, scrolling};
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::io::{self, Write};
 use std::path::Path;
@@ -70,16 +71,22 @@ impl Output {
             let _ = writeln!(body, "<h2>{}</h2>", escape(heading));
             body.push_str(&scrolling(chart.as_ref().map_err(Clone::clone)?));
         }
-        let mut rows = self.rows.as_slice();
-        while let Some(first) = rows.first() {
-            let count = rows.iter().take_while(|row| row.case == first.case).count();
-            let (of_case, rest) = rows.split_at(count);
-            rows = rest;
+        let mut cases: Vec<&str> = Vec::new();
+        for row in &self.rows {
+            if !cases.contains(&&*row.case) {
+                cases.push(&row.case);
+            }
+        }
+        for case in cases {
+            let mut of_case: Vec<&Row> = self.rows.iter().filter(|row| row.case == case).collect();
+            // A figure may come again with another baseline.
+            let mut seen = BTreeSet::new();
+            of_case.retain(|row| seen.insert(&row.subject));
             let longest = of_case.iter().map(|row| row.value).fold(0.0, f64::max);
-            if count < 2 || longest <= 0.0 {
+            if of_case.len() < 2 || longest <= 0.0 {
                 continue;
             }
-            let _ = writeln!(body, "<h2>{}</h2>\n<table>", escape(&first.case));
+            let _ = writeln!(body, "<h2>{}</h2>\n<table>", escape(case));
             for row in of_case {
                 let _ = writeln!(
                     body,

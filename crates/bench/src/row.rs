@@ -181,8 +181,8 @@ pub(crate) fn quantity(value: f64, unit: &str) -> String {
         _ => (value, ""),
     };
     let digits = match scaled.abs() {
-        v if v >= 100.0 => 0,
-        v if v >= 10.0 => 1,
+        v if v >= 99.95 => 0,
+        v if v >= 9.995 => 1,
         _ => 2,
     };
     format!("{scaled:.digits$} {prefix}{unit}")

@@ -14,7 +14,7 @@ pub(super) fn dirty_log(flags: &DirtyLogFlags) -> Result<(), BenchError> {
             "--memory {} is not a multiple of the page size, {PAGE_SIZE} bytes",
             flags.memory
         );
-        return Err(BenchError::Setting(message.into()));
+        return Err(BenchError::Setting(message));
     }
     let config = Config {
         vcpus: flags.vcpus,

@@ -86,7 +86,17 @@ fn rows_with_documented_cases(section: &Section, benchmark: &str, output: &Value
     let cases = section.rows().find(|row| row[0] == name);
     let cases = cases.expect("a row of cases")[1];
     let documented: BTreeSet<&str> = cases.split('`').skip(1).step_by(2).collect();
-    assert_eq!(found, documented, "the cases of {benchmark}");
+    // Without a core for each of two threads, these have no figures.
+    let optional = ["tables.map_partitioned", "tables.map_overlapping"];
+    let needed = |all: BTreeSet<&str>| -> Vec<String> {
+        let needed = all.into_iter().filter(|case| !optional.contains(case));
+        needed.map(str::to_owned).collect()
+    };
+    assert_eq!(
+        needed(found),
+        needed(documented),
+        "the cases of {benchmark}"
+    );
     assert!(!rows.is_empty(), "{benchmark}");
     rows.clone()
 }
