@@ -7,10 +7,10 @@
 //! code is one of [`args::EXIT_CODES`].
 //!
 //! **Mechanism.** A benchmark is a function that returns figures. A benchmark of two processes
-//! starts a [`peer::Peer`]: this executable again, in a part of its own. Figures are medians of several
-//! samples, and carry the smallest and the largest sample. In `slots` and in `tables` the *schemes*
-//! of other crates implement one trait and get the same inputs in turn. A *floor* is a scheme that
-//! does only the least work that any scheme must do: a lower bound.
+//! starts a [`peer::Peer`]: this executable again, in a part of its own. Figures are medians of
+//! several samples, and carry the smallest and the largest sample. In `slots` and in `tables` the
+//! *schemes* of other crates implement one trait and get the same inputs in turn. A *floor* is a
+//! scheme that does only the least work that any scheme must do: a lower bound.
 //!
 //! **Neighbours.** Below: everything. Nothing is above, and no published crate depends on this one.
 

@@ -171,7 +171,7 @@ pub(crate) fn send_vm(vm: &Vm, config: &SourceConfig, passes: u32) -> Result<(),
 /// The memory of this process beyond guest memory, in bytes: private pages, files, page tables.
 /// Guest memory is a memfd and counts as shared memory.
 pub(crate) fn overhead_bytes() -> Result<u64, BenchError> {
-    Ok(kib_of(&["RssAnon:", "RssFile:", "VmPTE:"])? << 10)
+    Ok(kib_of("/proc/self/status", &["RssAnon:", "RssFile:", "VmPTE:"])? << 10)
 }
 
 /// Runs a VM as soon as it is handed over. Some guests begin their work only then, so their source

@@ -54,10 +54,10 @@ pub(crate) fn parse_address(line: &str) -> Result<Address, BenchError> {
         .map_err(|e| BenchError::Peer(format!("'{line}': {e}")))
 }
 
-/// The sum of these counters of this process, in KiB.
-pub(crate) fn kib_of(names: &[&str]) -> Result<u64, BenchError> {
-    let status = std::fs::read_to_string("/proc/self/status");
-    let status = status.map_err(os("cannot read /proc/self/status"))?;
+/// The sum of these counters of a file in /proc, in KiB.
+pub(crate) fn kib_of(file: &str, names: &[&str]) -> Result<u64, BenchError> {
+    let status = std::fs::read_to_string(file);
+    let status = status.map_err(os("cannot read the kernel's counters"))?;
     let kib = |name: &&str| {
         let line = status.lines().find_map(|line| line.strip_prefix(*name));
         line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok())

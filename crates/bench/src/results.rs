@@ -3,8 +3,8 @@
 //! **Guarantee.** Every figure of the page is in a recorded result. Each result has its command,
 //! its time, and how busy the machine was before it began.
 //!
-//! **Mechanism.** A [`RecordedRun`] is a command with the rows that it printed: those with a target,
-//! and those of [`CLAIMS`]. [`page`] shows the claims.
+//! **Mechanism.** A [`RecordedRun`] is a command with the rows that it printed: those with a
+//! target, and those of [`CLAIMS`]. [`page`] shows the claims.
 
 use crate::BenchError;
 use crate::output::{json, write};

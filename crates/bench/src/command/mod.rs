@@ -65,20 +65,16 @@ fn play(name: &str, part: &str) -> Result<(), BenchError> {
 
 /// Checks that this host has memory for `machines` machines.
 fn check_host_memory(memory_bytes: u64, machines: u64) -> Result<(), BenchError> {
-    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = info
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
     let needed = memory_bytes.saturating_mul(machines);
-    match kib.map(|kib| kib << 10) {
-        Some(available) if available < needed => Err(BenchError::Setting(format!(
-            "the guests need {} of memory, and this host has {} available: choose a smaller --memory",
-            size::human(needed),
-            size::human(available)
-        ))),
-        _ => Ok(()),
+    let available = peer::kib_of("/proc/meminfo", &["MemAvailable:"])? << 10;
+    if needed <= available {
+        return Ok(());
     }
+    let [needed, available] = [needed, available].map(size::human);
+    let advice = "choose a smaller --memory";
+    Err(BenchError::Setting(format!(
+        "the guests need {needed} of memory, and this host has {available} available: {advice}"
+    )))
 }
 
 /// Runs a benchmark that gives rows.

@@ -2,7 +2,7 @@
 //! a link.
 //!
 //! **Guarantee.** Every figure was measured by the run that prints it. No verdict comes from a
-//! busy machine: a round counts by the rule of [`Noise`] only. Namespaces, processes and huge pages
+//! busy machine: a round counts by the rule of [`noise`] only. Namespaces, processes and huge pages
 //! are given back, also when the run fails or is cancelled.
 //!
 //! **Mechanism.** Source and destination are two processes, whose sockets are in two network

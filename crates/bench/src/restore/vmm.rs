@@ -4,7 +4,7 @@
 
 use crate::BenchError;
 use crate::error::os;
-use crate::peer::{Part, read_line, send, send_line};
+use crate::peer::{Part, kib_of, read_line, send, send_line};
 use pageferry_addr::{Hva, PAGE_SIZE};
 use pageferry_pager::{Region, connect};
 use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd};
@@ -222,12 +222,6 @@ pub(super) fn working_set(bytes: u64, working_set: u64) -> Vec<u64> {
 }
 
 fn private_bytes() -> Result<u64, BenchError> {
-    let rollup = std::fs::read_to_string("/proc/self/smaps_rollup");
-    let rollup = rollup.map_err(os("cannot read /proc/self/smaps_rollup"))?;
-    let kib = |name: &str| {
-        let line = rollup.lines().find_map(|line| line.strip_prefix(name));
-        line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok())
-    };
     // Clean pages of a mapped file are the page cache's, and all VMs of the snapshot share them.
-    Ok(kib("Anonymous:").unwrap_or(0) << 10)
+    Ok(kib_of("/proc/self/smaps_rollup", &["Anonymous:"])? << 10)
 }
