@@ -7,10 +7,10 @@
 //!
 //! **Mechanism.** Source and destination are two processes, whose sockets are in two network
 //! namespaces. `tc` shapes the link between them ([`TwoHosts`]). This process is the destination.
-//! Each round measures all rows ([`Mode`]) of all columns ([`Column`]), so the ratio of two rows
-//! is taken within seconds. The guest starts when it has moved. Its vCPUs store to all pages in
-//! random orders, and nothing is sent in pre-copy. The kernel's queue counts the bytes on the link,
-//! headers included.
+//! Each round measures all modes ([`setting::Mode`]) of all columns ([`Column`]), so the ratio of
+//! two rows is taken within seconds. The guest starts when it has moved. Its vCPUs store to all
+//! pages in random orders, and nothing is sent in pre-copy. The kernel's queue counts the bytes on
+//! the link, headers included.
 //!
 //! **Neighbours.** Below: `hosts` for the link, `migration` for the histograms of stalls. The
 //! command line shows the rows.
