@@ -124,8 +124,10 @@ pub(crate) enum Command {
     /// The other process of a benchmark
     #[command(hide = true)]
     Peer {
-        /// Its role as JSON
-        role: String,
+        /// The name of its part
+        name: String,
+        /// The part as JSON
+        part: String,
     },
 }
 

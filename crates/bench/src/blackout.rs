@@ -2,10 +2,10 @@
 //! move needs.
 
 use crate::channels::Channels;
-use crate::link::receive;
-use crate::peer::{Guest, Peer, Role, SourceVm, overhead_bytes};
+use crate::mover::{Guest, SourceFigures, SourceVm, overhead_bytes, receive};
+use crate::peer::Peer;
 use crate::vm::isa_of;
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
+use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
 use pageferry_guest::Workload;
 use pageferry_machine::{Backing, Delivery, Engine};
 use pageferry_migration::DestinationConfig;
@@ -39,11 +39,7 @@ struct Measured {
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn blackout(
-    setting: &Setting,
-    sparse: Option<u64>,
-    progress: &mut dyn FnMut(&str),
-) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn blackout(setting: &Setting, sparse: Option<u64>) -> Result<Vec<Row>, BenchError> {
     let mut rows = Vec::new();
     for &engine in &setting.engines {
         let sizes = [Some(MEMORY), sparse].into_iter().flatten();
@@ -56,12 +52,12 @@ pub(crate) fn blackout(
             .collect();
         for round in 1..=setting.repeat {
             for measured in &mut all {
-                progress(&format!(
+                note(&format!(
                     "moving a busy VM of {} MiB on {engine}, round {round} of {}",
                     measured.memory_bytes >> 20,
                     setting.repeat
                 ));
-                measured.measure(setting, engine)?;
+                measured.measure(engine)?;
             }
         }
         let mut all = all.iter();
@@ -75,8 +71,8 @@ pub(crate) fn blackout(
 }
 
 /// The source of the test guest that moves.
-pub(crate) fn role(engine: Engine, memory_bytes: u64) -> Role {
-    Role::Source(SourceVm {
+pub(crate) fn source(engine: Engine, memory_bytes: u64) -> SourceVm {
+    SourceVm {
         engine,
         vcpus: VCPUS,
         memory_bytes,
@@ -88,21 +84,20 @@ pub(crate) fn role(engine: Engine, memory_bytes: u64) -> Role {
         prefetch: true,
         guest: Guest::Workload,
         channels: Channels::default(),
-    })
+    }
 }
 
 impl Measured {
     /// Moves a VM.
-    fn measure(&mut self, setting: &Setting, engine: Engine) -> Result<(), BenchError> {
+    fn measure(&mut self, engine: Engine) -> Result<(), BenchError> {
         let workload = Workload::new(isa_of(engine), VCPUS, MEMORY)?;
-        let role = role(engine, self.memory_bytes);
-        let mut peer = Peer::start(setting, &role)?;
+        let mut peer = Peer::start(&source(engine, self.memory_bytes))?;
         let config = DestinationConfig {
             allocate: self.allocate,
             ..DestinationConfig::default()
         };
         let (report, vm) = receive(&mut peer, config)?;
-        let sent = peer.figures::<crate::peer::SourceFigures>()?;
+        let sent = peer.figures::<SourceFigures>()?;
         let first = report
             .first_instruction
             .or_else(|| report.first_touch(|page| workload.is_data(page)))
@@ -133,7 +128,7 @@ impl Measured {
         let mut rows = vec![
             self.blackouts
                 .row("blackout", name, "ms", self.conditions(HOW))
-                .aiming_at("median < 5 ms", Bound::Below(5.0)),
+                .aiming_at(Bound::Below(5.0)),
             self.handovers
                 .row("blackout.handover", name, "ms", self.conditions(handover)),
             self.missing.row(
@@ -144,7 +139,7 @@ impl Measured {
             ),
         ];
         let cases = ["overhead.source", "overhead.destination"];
-        rows.extend(self.overheads(engine, cases, 100, "1 %"));
+        rows.extend(self.overheads(engine, cases, 100));
         rows
     }
 
@@ -155,7 +150,7 @@ impl Measured {
             self.blackouts
                 .row("sparse.blackout", name, "ms", self.conditions(HOW))
                 .against("blackout", dense.blackouts.median())
-                .aiming_at("ratio <= 1.5", Bound::RatioAtMost(1.5)),
+                .aiming_at(Bound::RatioAtMost(1.5)),
             self.handovers
                 .row(
                     "sparse.handover",
@@ -171,23 +166,16 @@ impl Measured {
                     "ms",
                     self.conditions("the whole migration"),
                 )
-                .aiming_at("median < 10 s", Bound::Below(10_000.0)),
+                .aiming_at(Bound::Below(10_000.0)),
         ];
         let cases = ["sparse.overhead_source", "sparse.overhead_destination"];
-        rows.extend(self.overheads(engine, cases, 1000, "0.1 %"));
+        rows.extend(self.overheads(engine, cases, 1000));
         rows
     }
 
     /// Rows of memory beyond guest memory. The bound is 64 MiB and a part of guest memory.
-    fn overheads(
-        &self,
-        engine: Engine,
-        cases: [&'static str; 2],
-        divisor: u64,
-        part: &str,
-    ) -> Vec<Row> {
+    fn overheads(&self, engine: Engine, cases: [&'static str; 2], divisor: u64) -> Vec<Row> {
         let most = (64 << 20) + self.memory_bytes / divisor;
-        let bound = format!("< {most} B (64 MiB + {part})");
         let note = "RssAnon + RssFile + VmPTE after the move; guest memory is shared memory and not included";
         [&self.at_source, &self.at_destination]
             .into_iter()
@@ -195,7 +183,7 @@ impl Measured {
             .map(|(samples, case)| {
                 samples
                     .row(case, engine.name(), "B", self.conditions(note))
-                    .aiming_at(bound.as_str(), Bound::Below(most as f64))
+                    .aiming_at(Bound::Below(most as f64))
             })
             .collect()
     }

@@ -1,6 +1,6 @@
 //! The reasons why there are no figures, with their exit codes.
 
-use crate::run::RunError;
+use crate::schemes::RunError;
 use pageferry_hypervisor::VmError;
 use pageferry_machine::MachineError;
 use pageferry_testkit::qemu;

@@ -3,22 +3,26 @@
 
 use crate::channels::Channels;
 use crate::exits::{exit_and_resume, gaps_us};
-use crate::peer::{
-    BULK_BYTES, Guest, HEADER_BYTES, LOOPBACK, Peer, REQUEST_BYTES, Role, SourceFigures, SourceVm,
-    listen,
-};
-use crate::vm::{Faults, LIMIT, Vm, create, create_on};
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
+use crate::mover::{Guest, SourceFigures, SourceVm, receive};
+use crate::peer::{LOOPBACK, Part, Peer, accept_one};
+use crate::vm::{Faults, LIMIT, create};
+use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
 use pageferry_addr::PAGE_SIZE;
-use pageferry_machine::{Backing, Delivery, Engine, MachineSpec, VcpuThreads};
-use pageferry_migration::channel::{Connection, Listener, Spinner, Wait};
-use pageferry_migration::{
-    Destination, DestinationConfig, DestinationReport, Observer, Phase, Resolver,
-};
+use pageferry_machine::{Backing, Delivery, Engine};
+use pageferry_migration::channel::{Connection, Spinner, Wait};
+use pageferry_migration::{DestinationConfig, DestinationReport, Resolver};
+use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
+/// The size of a request on the urgent connection, in bytes.
+const REQUEST_BYTES: usize = 16;
+/// The size of a reply's header, in bytes. The page follows.
+const HEADER_BYTES: usize = 16;
+/// The size of a write to the bulk connection, in bytes.
+const BULK_BYTES: usize = 256 << 10;
 const PINGS: usize = 4000;
 /// The number of requests before the first one that counts.
 const WARM_UP: usize = 200;
@@ -33,11 +37,7 @@ const PUSH_MEMORY: u64 = 512 << 20;
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn link(
-    setting: &Setting,
-    channels: &Channels,
-    progress: &mut dyn FnMut(&str),
-) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn link(setting: &Setting, channels: &Channels) -> Result<Vec<Row>, BenchError> {
     let plain = Channels {
         tls: None,
         ..channels.clone()
@@ -46,9 +46,9 @@ pub(crate) fn link(
     let mut pings = Samples::default();
     let mut bulks = Samples::default();
     for round in 1..=setting.repeat {
-        progress(&format!("bare link, round {round} of {}", setting.repeat));
-        pings.push(ping_pong(setting)?.median());
-        bulks.push(bulk_rate(setting, channels.bulk)?);
+        note(&format!("bare link, round {round} of {}", setting.repeat));
+        pings.push(ping_pong()?.median());
+        bulks.push(bulk_rate(channels.bulk)?);
     }
     let ping = pings.median();
     let bulk = bulks.median();
@@ -70,18 +70,16 @@ pub(crate) fn link(
     ));
     for &engine in &setting.engines {
         for delivery in deliveries(engine)? {
-            stall_rows(
-                setting, engine, delivery, ping, channels, &mut rows, progress,
-            )?;
+            stall_rows(setting, engine, delivery, ping, channels, &mut rows)?;
         }
         let (mut rates, mut tls_rates) = (Samples::default(), Samples::default());
         for round in 1..=setting.repeat {
-            progress(&format!(
+            note(&format!(
                 "background push on {engine}, round {round} of {}",
                 setting.repeat
             ));
             let rate = |channels: &Channels| {
-                let sent = fetch(setting, engine, None, PUSH_MEMORY, Guest::Quiet, channels)?.1;
+                let sent = fetch(engine, None, PUSH_MEMORY, Guest::Quiet, channels)?.1;
                 let seconds = sent.background_took.as_secs_f64();
                 Ok::<_, BenchError>(sent.background_bytes as f64 / seconds)
             };
@@ -104,7 +102,7 @@ pub(crate) fn link(
                     conditions("no zero pages; each is pushed once from cold memory, checksummed, verified and installed; the guest is quiet"),
                 )
                 .against("link.bulk_rate", bulk)
-                .aiming_at("ratio >= 0.6", Bound::RatioAtLeast(0.6)),
+                .aiming_at(Bound::RatioAtLeast(0.6)),
         );
         if !tls_rates.is_empty() {
             rows.push(
@@ -135,7 +133,6 @@ fn stall_rows(
     ping: f64,
     channels: &Channels,
     rows: &mut Vec<Row>,
-    progress: &mut dyn FnMut(&str),
 ) -> Result<(), BenchError> {
     let (mut exits, mut stalls) = (Samples::default(), Samples::default());
     let (mut p99, mut worst) = (Samples::default(), Samples::default());
@@ -145,16 +142,16 @@ fn stall_rows(
         ..channels.clone()
     };
     for round in 1..=setting.repeat {
-        progress(&format!(
+        note(&format!(
             "faults on {engine} by {delivery}, round {round} of {}",
             setting.repeat
         ));
         if delivery != Delivery::Missing {
             exits.push(exit_and_resume(engine, delivery, STALL_MEMORY)?.median());
         }
-        let gaps = stalls_us(setting, engine, delivery, &plain)?;
+        let gaps = stalls_us(engine, delivery, &plain)?;
         if channels.tls.is_some() {
-            tls.push(stalls_us(setting, engine, delivery, channels)?.median());
+            tls.push(stalls_us(engine, delivery, channels)?.median());
         }
         stalls.push(gaps.median());
         p99.push(gaps.quantile(0.99));
@@ -178,7 +175,7 @@ fn stall_rows(
         ));
         stall = stall
             .against("link.ping_pong_p50 + engine.exit_resume_p50", floor)
-            .aiming_at("ratio <= 1.6", Bound::RatioAtMost(1.6));
+            .aiming_at(Bound::RatioAtMost(1.6));
     }
     let plain_stall = stall.value;
     rows.push(stall);
@@ -191,7 +188,7 @@ fn stall_rows(
                 conditions("as stall.urgent_p50, with TLS"),
             )
             .against("stall.urgent_p50", plain_stall)
-            .aiming_at("ratio <= 1.5", Bound::RatioAtMost(1.5)),
+            .aiming_at(Bound::RatioAtMost(1.5)),
         );
     }
     rows.push(p99.row(
@@ -211,21 +208,13 @@ fn stall_rows(
 
 /// The times from fault to fault of a vCPU that touches missing pages, in microseconds.
 fn stalls_us(
-    setting: &Setting,
     engine: Engine,
     delivery: Delivery,
     channels: &Channels,
 ) -> Result<Samples, BenchError> {
     let guest = Guest::Toucher;
     let delivery_here = Some(delivery);
-    let (report, _) = fetch(
-        setting,
-        engine,
-        delivery_here,
-        STALL_MEMORY,
-        guest,
-        channels,
-    )?;
+    let (report, _) = fetch(engine, delivery_here, STALL_MEMORY, guest, channels)?;
     let arrivals: Vec<Duration> = report.faults.iter().map(|fault| fault.at).collect();
     let gaps = gaps_us(&arrivals);
     if gaps.len() < 1000 {
@@ -240,14 +229,13 @@ fn stalls_us(
 /// Moves a VM here, and runs its guest to the end. The source pushes the pages of a quiet guest. It
 /// sends the pages of a toucher on request only.
 fn fetch(
-    setting: &Setting,
     engine: Engine,
     delivery: Option<Delivery>,
     memory_bytes: u64,
     guest: Guest,
     channels: &Channels,
 ) -> Result<(DestinationReport, SourceFigures), BenchError> {
-    let role = Role::Source(SourceVm {
+    let source = SourceVm {
         engine,
         vcpus: 1,
         memory_bytes,
@@ -259,8 +247,8 @@ fn fetch(
         prefetch: true,
         guest,
         channels: channels.clone(),
-    });
-    let mut peer = Peer::start(setting, &role)?;
+    };
+    let mut peer = Peer::start(&source)?;
     let config = DestinationConfig {
         delivery,
         tls: channels.tls.clone().map(Into::into),
@@ -271,69 +259,51 @@ fn fetch(
     Ok((report, peer.figures::<SourceFigures>()?))
 }
 
-/// Runs a VM as soon as it is handed over. Some guests begin their work only then, so their source
-/// never runs them, and they arrive paused.
-struct Starter<'a>(&'a VcpuThreads);
+/// Answers each 16 bytes with 16 bytes and a page, as a source's urgent thread does, without
+/// decoding them.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Pong {
+    /// The address to listen on.
+    pub(crate) host: IpAddr,
+    /// The size of the page, in bytes.
+    pub(crate) page_bytes: usize,
+}
 
-impl Observer for Starter<'_> {
-    fn phase(&self, phase: Phase) {
-        if phase == Phase::Postcopy {
-            self.0.resume();
+impl Part for Pong {
+    const NAME: &'static str = "pong";
+
+    fn play(&self) -> Result<(), BenchError> {
+        let connection = accept_one(self.host)?;
+        let mut request = [0; REQUEST_BYTES];
+        let reply = vec![0x5a; HEADER_BYTES + self.page_bytes];
+        let spin = pageferry_migration::URGENT_SPIN.as_micros() as u32;
+        let wait = Wait::block("request").spinning(spin);
+        while connection.read_exact(&mut request, &wait).is_ok() {
+            connection.write_all(&reply, &Wait::block("reply"))?;
         }
+        Ok(())
     }
-
-    fn progress(&self, _: Phase, _: u64, _: u64) {}
 }
 
-/// Receives a VM from a peer in the role `Source`.
-pub(crate) fn receive(
-    peer: &mut Peer,
-    config: DestinationConfig,
-) -> Result<(DestinationReport, Vm), BenchError> {
-    let deadline = Instant::now() + LIMIT;
-    let late = || Instant::now() > deadline;
-    receive_by(peer, listen(LOOPBACK)?, Backing::Shmem, config, &late)
-}
+/// Sends bytes as fast as the benchmark reads them.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Bulk;
 
-/// As [`receive`], by a listener, into memory of `backing`, until `stop` returns true.
-pub(crate) fn receive_by(
-    peer: &mut Peer,
-    listener: Listener,
-    backing: Backing,
-    config: DestinationConfig,
-    stop: &(dyn Fn() -> bool + Sync),
-) -> Result<(DestinationReport, Vm), BenchError> {
-    let address = listener.local_addr().to_string();
-    match peer.next_line()?.as_str() {
-        "ready" => peer.send_line(&address)?,
-        other => return Err(BenchError::Peer(format!("unexpected line '{other}'"))),
+impl Part for Bulk {
+    const NAME: &'static str = "bulk";
+
+    fn play(&self) -> Result<(), BenchError> {
+        let connection = accept_one(LOOPBACK)?;
+        let bytes = vec![0x5a; BULK_BYTES];
+        while connection.write_all(&bytes, &Wait::block("bulk")).is_ok() {}
+        Ok(())
     }
-    let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());
-    let destination = Destination::listen(listener, config, |_| {}).map_err(|e| failed(&e))?;
-    let incoming = Arc::new(destination).accept(stop).map_err(|e| failed(&e))?;
-    let offer = incoming.offer().clone();
-    let engine = offer
-        .kind
-        .engine
-        .as_str()
-        .parse()
-        .map_err(BenchError::Peer)?;
-    let resolver = Resolver::new();
-    let spec = MachineSpec {
-        backing,
-        ..MachineSpec::new(offer.vcpus, offer.memory_bytes)
-    };
-    let vm = create_on(engine, spec, Arc::clone(&resolver) as Arc<dyn Faults>)?;
-    let report = incoming
-        .receive(&vm.running(), &resolver, stop, &Starter(&vm.threads))
-        .map_err(|e| failed(&e))?;
-    Ok((report, vm))
 }
 
 /// Microseconds of each exchange on a bare connection.
-fn ping_pong(setting: &Setting) -> Result<Samples, BenchError> {
+fn ping_pong() -> Result<Samples, BenchError> {
     let (host, page_bytes) = (LOOPBACK, PAGE_SIZE as usize);
-    let mut peer = Peer::start(setting, &Role::Pong { host, page_bytes })?;
+    let mut peer = Peer::start(&Pong { host, page_bytes })?;
     let connection = peer.connect()?;
     let times = exchanges(&connection, page_bytes, 1, &mut |done| {
         done < PINGS + WARM_UP
@@ -400,11 +370,11 @@ fn read_reply(
 }
 
 /// Bytes per second over bare connections, which are read at the same time.
-fn bulk_rate(setting: &Setting, connections: u16) -> Result<f64, BenchError> {
+fn bulk_rate(connections: u16) -> Result<f64, BenchError> {
     let per_connection = BULK_TOTAL / BULK_BYTES / usize::from(connections);
     let mut peers = Vec::new();
     for _ in 0..connections {
-        let mut peer = Peer::start(setting, &Role::Bulk)?;
+        let mut peer = Peer::start(&Bulk)?;
         let connection = peer.connect()?;
         peers.push((peer, connection));
     }

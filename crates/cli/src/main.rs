@@ -15,8 +15,8 @@
 //!
 //! **Neighbours.** Below: `charts`, `harness`, `migration`, `machine`, `guest`, `userfault`,
 //! `snapshot`. Nothing is above. The crate must not know wire formats, page tables or ioctls. Its
-//! only unsafe code handles signals ([`signals`], [`terminal`]) and takes the descriptor that a service manager
-//! hands over ([`activation`]).
+//! only unsafe code handles signals ([`signals`], [`terminal`]) and takes the descriptor that a
+//! service manager hands over ([`activation`]).
 
 mod activation;
 mod args;

@@ -2,13 +2,12 @@
 //! more.
 
 use super::check_host_memory;
-use super::{engines, show};
+use super::engines;
+use crate::BenchError;
 use crate::args::{DemandFlags, Userfault};
 use crate::demand_paging::{self, DemandSetting, Paging};
 use crate::model::ModelSetting;
-use crate::{BenchError, note};
 use pageferry_machine::{Engine, EngineChoice};
-use std::path::Path;
 use std::time::Duration;
 
 /// Measures or models, prints the figures, and writes the requested page.
@@ -21,32 +20,15 @@ pub(super) fn demand_paging(flags: &DemandFlags) -> Result<(), BenchError> {
         .largest_bytes()
         .map_err(|why| BenchError::Setting(why.to_string()))?;
     check_host_memory(largest, 1)?;
-    let figures = demand_paging::demand_paging(&setting, &mut note)?;
-    let report = flags.report.as_deref();
-    let draw = if is_svg(report) {
-        demand_paging::figure
-    } else {
-        demand_paging::page
-    };
-    show(&figures, flags.json, report, draw)
+    let output = demand_paging::demand_paging(&setting)?;
+    output.show(flags.json, flags.report.as_deref())
 }
 
 fn model(flags: &DemandFlags) -> Result<(), BenchError> {
     let setting = model_setting(flags);
     check_host_memory(setting.memory_per_vcpu.saturating_mul(2), 1)?;
-    let figures = crate::model::model(&setting, &mut note)?;
-    let report = flags.report.as_deref();
-    let draw = if is_svg(report) {
-        crate::model::figure
-    } else {
-        crate::model::page
-    };
-    show(&figures, flags.json, report, draw)
-}
-
-/// Whether the name of the requested file asks for the figure alone.
-fn is_svg(report: Option<&Path>) -> bool {
-    report.is_some_and(|path| path.extension().is_some_and(|end| end == "svg"))
+    let output = crate::model::model(&setting)?;
+    output.show(flags.json, flags.report.as_deref())
 }
 
 /// The numbers of vCPUs in order, each once.

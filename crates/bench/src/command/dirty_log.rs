@@ -1,10 +1,10 @@
 //! `pageferry-bench dirty-log`: the cost of dirty logging with and without one lock around every
 //! fault.
 
-use super::show;
+use crate::BenchError;
 use crate::args::DirtyLogFlags;
 use crate::dirty_log::{Config, DirtyBy, run};
-use crate::{BenchError, note};
+use crate::output::Output;
 use pageferry_addr::PAGE_SIZE;
 
 /// Measures and prints.
@@ -14,7 +14,7 @@ pub(super) fn dirty_log(flags: &DirtyLogFlags) -> Result<(), BenchError> {
             "--memory {} is not a multiple of the page size, {PAGE_SIZE} bytes",
             flags.memory
         );
-        return Err(BenchError::Setting(message.into()));
+        return Err(BenchError::Setting(message));
     }
     let config = Config {
         vcpus: flags.vcpus,
@@ -27,6 +27,5 @@ pub(super) fn dirty_log(flags: &DirtyLogFlags) -> Result<(), BenchError> {
         },
         ..Config::default()
     };
-    let report = run(config, &mut note)?;
-    show(&report, flags.json, None, |_| Ok(String::new()))
+    Output::from(run(config)?).show(flags.json, None)
 }

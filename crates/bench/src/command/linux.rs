@@ -1,13 +1,12 @@
 //! `pageferry-bench linux`: Linux on our own hypervisor or on KVM, beside QEMU and beside a bare
 //! guest.
 
-use super::{executable, interrupts, show_rows};
+use crate::BenchError;
 use crate::args::LinuxFlags;
 use crate::linux::{KvmSetting, LinuxSetting};
-use crate::{BenchError, note};
+use crate::output::Output;
 use pageferry_harness::guest_linux;
 use pageferry_machine::Engine;
-use std::sync::atomic::Ordering;
 
 /// Measures and prints the rows.
 pub(super) fn linux(flags: &LinuxFlags) -> Result<(), BenchError> {
@@ -16,14 +15,12 @@ pub(super) fn linux(flags: &LinuxFlags) -> Result<(), BenchError> {
         Engine::Soft => None,
         Engine::Kvm => Some(kvm_setting(flags)?),
     };
-    let asked = interrupts()?;
-    let stop = || asked.load(Ordering::Relaxed);
-    let progress = &mut note;
+    crate::stop_on_interrupt()?;
     let rows = match kvm {
-        None => crate::linux::linux(&setting, &stop, progress),
-        Some(kvm) => crate::linux::linux_on_kvm(&setting, &kvm, &stop, progress),
+        None => crate::linux::linux(&setting),
+        Some(kvm) => crate::linux::linux_on_kvm(&setting, &kvm),
     };
-    show_rows(&rows?, flags.json)
+    Output::from(rows?).show(flags.json, None)
 }
 
 fn kvm_setting(flags: &LinuxFlags) -> Result<KvmSetting, BenchError> {
@@ -60,7 +57,6 @@ fn setting(flags: &LinuxFlags) -> Result<LinuxSetting, BenchError> {
     };
     let program = flags.peer_program.clone().unwrap_or_else(|| qemu.into());
     Ok(LinuxSetting {
-        executable: executable()?,
         kernel: guest.kernel,
         initrd: guest.initrd,
         qemu: flags.peer.map(|_| program),

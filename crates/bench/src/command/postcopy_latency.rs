@@ -1,23 +1,18 @@
 //! `pageferry-bench postcopy-latency`: stalls on a link that the push saturates.
 
 use super::check_host_memory;
-use super::{executable, interrupts, show};
+use crate::BenchError;
 use crate::args::{LatencyFlags, PageFlag};
 use crate::postcopy_latency::{HostPage, LatencySetting};
-use crate::{BenchError, note};
-use std::sync::atomic::Ordering;
 
 /// Measures, prints the figures, and writes the requested page.
 pub(super) fn postcopy_latency(flags: &LatencyFlags) -> Result<(), BenchError> {
     let setting = setting(flags)?;
     check_host_memory(setting.memory_bytes, 2)?;
     // Before the namespaces: an interrupt must not end this process before they are removed.
-    let asked = interrupts()?;
-    let stop = || asked.load(Ordering::Relaxed);
-    let figures = crate::postcopy_latency::postcopy_latency(&setting, &stop, &mut note)?;
-    let report = flags.report.as_deref();
-    let draw = crate::postcopy_latency::page;
-    show(&figures, flags.json, report, draw)
+    crate::stop_on_interrupt()?;
+    let output = crate::postcopy_latency::postcopy_latency(&setting)?;
+    output.show(flags.json, flags.report.as_deref())
 }
 
 fn setting(flags: &LatencyFlags) -> Result<LatencySetting, BenchError> {
@@ -43,7 +38,6 @@ fn setting(flags: &LatencyFlags) -> Result<LatencySetting, BenchError> {
         &[false]
     };
     Ok(LatencySetting {
-        executable: executable()?,
         engine: pageferry_machine::select(flags.engine)?.0,
         columns: LatencySetting::columns(
             &host_pages,

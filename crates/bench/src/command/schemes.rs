@@ -1,13 +1,13 @@
 //! The comparisons with other crates.
 
-use super::show;
 use crate::args::{SlotFlags, TableFlags};
-use crate::{BenchError, note, slots, tables};
+use crate::output::Output;
+use crate::{BenchError, slots, tables};
 
 /// Compares memory slots, and prints the figures.
 pub(super) fn slots(flags: &SlotFlags) -> Result<(), BenchError> {
-    let report = slots::run(&slot_config(flags), &mut note)?;
-    show(&report, flags.common.json, None, |_| Ok(String::new()))
+    let rows = slots::run(&slot_config(flags))?;
+    Output::from(rows).show(flags.common.json, None)
 }
 
 fn slot_config(flags: &SlotFlags) -> slots::Config {
@@ -33,9 +33,8 @@ pub(super) fn tables(flags: &TableFlags) -> Result<(), BenchError> {
         tables::Config::default()
     };
     let rounds = flags.common.repeat.unwrap_or(config.rounds);
-    let report = tables::run(&tables::Config { rounds, ..config }, &mut note)?;
-    let draw = |report: &_| Ok(tables::page(report));
-    show(&report, flags.common.json, flags.report.as_deref(), draw)
+    let rows = tables::run(&tables::Config { rounds, ..config })?;
+    Output::from(rows).show(flags.common.json, flags.report.as_deref())
 }
 
 #[cfg(test)]

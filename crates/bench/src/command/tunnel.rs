@@ -1,22 +1,19 @@
 //! `pageferry-bench tunnel`: QEMU's migrations through a pair of tunnels.
 
 use super::check_host_memory;
-use super::{executable, interrupts, show_rows};
+use crate::BenchError;
 use crate::args::TunnelFlags;
+use crate::output::Output;
 use crate::tunnel::TunnelSetting;
-use crate::{BenchError, note};
-use std::sync::atomic::Ordering;
 
 /// Measures and prints the rows.
 pub(super) fn tunnel(flags: &TunnelFlags) -> Result<(), BenchError> {
     let setting = setting(flags)?;
     check_host_memory(setting.memory_bytes, 2)?;
     // Before the namespaces: an interrupt must not end this process before they are removed.
-    let asked = interrupts()?;
-    let stop = || asked.load(Ordering::Relaxed);
-    let note = &mut note;
-    let rows = crate::tunnel::tunnel(&setting, &stop, note)?;
-    show_rows(&rows, flags.json)
+    crate::stop_on_interrupt()?;
+    let rows = crate::tunnel::tunnel(&setting)?;
+    Output::from(rows).show(flags.json, None)
 }
 
 fn setting(flags: &TunnelFlags) -> Result<TunnelSetting, BenchError> {
@@ -26,7 +23,6 @@ fn setting(flags: &TunnelFlags) -> Result<TunnelSetting, BenchError> {
         (TunnelSetting::MEMORY, TunnelSetting::ROUNDS)
     };
     Ok(TunnelSetting {
-        executable: executable()?,
         qemu: flags.peer_program.clone(),
         rate: flags.rate,
         memory_bytes: flags.memory.unwrap_or(memory_bytes),

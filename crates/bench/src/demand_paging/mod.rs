@@ -19,12 +19,11 @@
 //! around each fault ([`Scheme`]). The difference is the gain of the parallel MMU.
 //!
 //! **Neighbours.** Below: `hypervisor` for the soft engine, `machine` for KVM, `guest` for the
-//! program. The command line shows [`DemandReport`]; [`crate::model`] measures its inputs with the
+//! program. The command line shows the rows; [`crate::model`] measures its inputs with the
 //! same guests.
 
 mod machine;
 mod missing;
-mod page;
 mod plan;
 mod race;
 mod report;
@@ -32,39 +31,35 @@ mod setting;
 mod soft;
 #[cfg(test)]
 mod tests;
-mod text;
 mod ticket;
 mod watched;
 mod way;
 
-pub(crate) use page::{figure, page};
-pub(crate) use report::{Cell, DemandReport, Unmeasured};
 pub(crate) use setting::{DemandSetting, Paging};
 
 pub(crate) use missing::Serving;
 pub(crate) use plan::Plan;
 pub(crate) use soft::{HostRam, exit_and_entry};
-pub(crate) use text::short;
 pub(crate) use ticket::TicketLock;
 pub(crate) use watched::{Clock, FaultTimes, Watched};
 
 use crate::BenchError;
+use crate::note;
+use crate::output::Output;
 use crate::serialised::Serialised;
 use crate::vm::isa_of;
 use pageferry_addr::PAGE_SIZE;
 use pageferry_hypervisor::Scalable;
 use pageferry_machine::{Engine, MachineError};
 use race::Race;
-use serde::Serialize;
+use report::{Cell, Found};
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
 use watched::OrderedLock;
-use way::{Way, WaySamples, ways};
+use way::{WaySamples, ways};
 
 /// The MMU's locking of faults.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Scheme {
     /// Faults run in parallel: the hypervisor as it is.
     Parallel,
@@ -94,26 +89,21 @@ impl fmt::Display for Scheme {
     }
 }
 
-/// The number of cores that this process may use.
-pub(crate) fn cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, usize::from) as u32
-}
-
 /// Measures all engines.
 ///
 /// # Errors
 /// [`BenchError::WrongValue`] if a page does not hold the stored value. [`BenchError::Setting`] if
 /// these settings cannot be measured. [`MachineError::NoDelivery`] if no engine has the wanted
 /// [`Paging`]. Other errors if the host refuses something.
-pub(crate) fn demand_paging(
-    setting: &DemandSetting,
-    progress: &mut dyn FnMut(&str),
-) -> Result<DemandReport, BenchError> {
+pub(crate) fn demand_paging(setting: &DemandSetting) -> Result<Output, BenchError> {
+    Ok(measure(setting)?.output(setting))
+}
+
+fn measure(setting: &DemandSetting) -> Result<Found, BenchError> {
     setting.check()?;
-    let began = Instant::now();
-    let mut report = DemandReport::new(setting);
+    let mut found = Found::default();
     for &engine in &setting.engines {
-        let ways = ways(engine, setting, &mut report);
+        let ways = ways(engine, setting, &mut found);
         let host = match engine {
             Engine::Soft => Some(host(setting)?),
             Engine::Kvm => None,
@@ -125,7 +115,7 @@ pub(crate) fn demand_paging(
                 .on(setting.backing);
             let mut samples = vec![WaySamples::default(); ways.len()];
             for round in 1..=setting.repeat {
-                progress(&format!(
+                note(&format!(
                     "{engine}: {vcpus} vCPUs, round {round} of {}",
                     setting.repeat
                 ));
@@ -148,16 +138,21 @@ pub(crate) fn demand_paging(
                     }
                 }
             }
-            for (way, samples) in ways.iter().zip(&samples) {
-                report.add(way, &plan, samples);
-            }
+            found
+                .cells
+                .extend(ways.iter().zip(samples).map(|(&way, samples)| Cell {
+                    way,
+                    vcpus,
+                    pages_each: plan.each,
+                    memory_bytes: plan.toucher.memory_map().memory_bytes(),
+                    samples,
+                }));
         }
     }
-    if let (true, Some(delivery)) = (report.cells.is_empty(), setting.paging.delivery()) {
+    if let (true, Some(delivery)) = (found.cells.is_empty(), setting.paging.delivery()) {
         return Err(MachineError::NoDelivery(delivery).into());
     }
-    report.end(began.elapsed());
-    Ok(report)
+    Ok(found)
 }
 
 /// Host memory for the largest guest on the soft engine.

@@ -26,87 +26,85 @@ fn every_way_of_the_soft_engine_has_its_figures() {
             overlap,
             ..tiny(&[1, 2, 9])
         };
-        let mut told = 0;
-        let report = demand_paging(&setting, &mut |_| told += 1).unwrap();
-        assert_eq!(told, 3 * 2);
-        let seen: BTreeSet<_> = report
+        let found = measure(&setting).unwrap();
+        let seen: BTreeSet<_> = found
             .cells
             .iter()
-            .map(|cell| (cell.vcpus, cell.delivery, cell.scheme.map(Scheme::name)))
+            .map(|cell| (cell.vcpus, cell.way.name()))
             .collect();
+        let names = [
+            "no userfault",
+            "no userfault, serialised MMU",
+            "exit",
+            "exit, serialised MMU",
+        ];
         for vcpus in [1, 2, 9] {
-            for delivery in ["none", "exit"] {
-                for scheme in ["parallel", "serialised"] {
-                    assert!(seen.contains(&(vcpus, delivery, Some(scheme))));
-                }
+            for name in names {
+                assert!(seen.contains(&(vcpus, name.to_owned())), "{name}");
             }
         }
-        for cell in &report.cells {
+        for cell in &found.cells {
             let each = if overlap {
                 64 * u64::from(cell.vcpus)
             } else {
                 64
             };
-            assert_eq!(
-                (cell.pages_each, cell.pages),
-                (each, 64 * u64::from(cell.vcpus))
-            );
-            let rate = cell.pages_per_s;
-            assert!(0.0 < rate.min && rate.min <= rate.median && rate.median <= rate.max);
-            assert_eq!(rate.samples, 2);
-            assert!(cell.vcpus > 1 || cell.scaling == 1.0);
+            assert_eq!(cell.pages_each, each);
+            assert_eq!(cell.samples.rate.len(), 2);
         }
-        check_faults(&report);
-        check_rows(&report);
-        assert!(report.unmeasured.is_empty());
-        let text = report.to_string();
-        assert!(text.contains("serialised") && !report.modelled, "{text}");
+        check_faults(&found, overlap);
+        check_rows(&found, &setting);
+        assert!(found.lacking.is_empty());
     }
 }
 
 /// Only ways with missing pages, and vCPUs with pages of their own, have times of faults.
-fn check_faults(report: &DemandReport) {
-    for cell in &report.cells {
-        let (p50, p99) = (cell.fault_us_p50, cell.fault_us_p99);
+fn check_faults(found: &Found, overlap: bool) {
+    for cell in &found.cells {
+        let (p50, p99) = (&cell.samples.fault_us_p50, &cell.samples.fault_us_p99);
         // One vCPU has all pages for itself.
-        let untold = cell.delivery == "none" || (report.overlap && cell.vcpus > 1);
-        assert_eq!(p50.is_none(), untold, "{cell:?}");
-        assert_eq!(p99.is_none(), p50.is_none());
-        if let (Some(p50), Some(p99)) = (p50, p99) {
-            assert!(0.0 < p50.median && p50.median <= p99.median, "{cell:?}");
-        }
+        let untold = cell.way.delivery.is_none() || (overlap && cell.vcpus > 1);
+        assert_eq!(p50.is_empty(), untold, "{cell:?}");
+        assert_eq!(p99.len(), p50.len());
+        assert!(
+            untold || 0.0 < p50.median() && p50.median() <= p99.median(),
+            "{cell:?}"
+        );
     }
 }
 
 /// Each cell has a row with its rate, with missing pages a ratio, and a row for each time.
-fn check_rows(report: &DemandReport) {
-    let mut rows = report.rows.iter();
-    for cell in &report.cells {
-        let rate = rows.next().unwrap();
-        assert_eq!(
-            (rate.case, rate.unit, rate.value),
-            ("demand_paging.rate", "pages/s", cell.pages_per_s.median)
+fn check_rows(found: &Found, setting: &DemandSetting) {
+    let rows = found.output(setting).rows;
+    let rates: Vec<_> = rows
+        .iter()
+        .filter(|row| row.case == "demand_paging.rate")
+        .collect();
+    assert_eq!(rates.len(), found.cells.len());
+    for (rate, cell) in rates.iter().zip(&found.cells) {
+        assert!(
+            rate.value > 0.0 && rate.subject.contains(&cell.way.name()),
+            "{rate:?}"
         );
-        assert!(rate.subject.contains(&cell.mode), "{}", rate.subject);
-        if cell.delivery == "none" {
-            assert_eq!(rate.ratio, None);
-            continue;
-        }
-        let ratio = rate.ratio.unwrap();
-        assert!(ratio > 0.0 && rate.conditions.delivery.as_deref() == Some(cell.delivery));
-        if cell.fault_us_p50.is_none() {
-            continue;
-        }
-        for (case, of) in [
-            ("demand_paging.fault_p50", cell.fault_us_p50),
-            ("demand_paging.fault_p99", cell.fault_us_p99),
-        ] {
-            let row = rows.next().unwrap();
-            assert_eq!((row.case, row.unit), (case, "us"));
-            assert_eq!(row.value, of.unwrap().median);
-        }
+        assert_eq!(
+            rate.ratio.is_some(),
+            cell.way.delivery.is_some(),
+            "{rate:?}"
+        );
+        let delivery = cell.way.delivery.map(|delivery| delivery.to_string());
+        assert_eq!(rate.conditions.delivery, delivery);
     }
-    assert!(rows.next().is_none());
+    let of = |case: &str| rows.iter().filter(|row| row.case == case).count();
+    let timed = found
+        .cells
+        .iter()
+        .filter(|cell| !cell.samples.fault_us_p50.is_empty());
+    assert_eq!(of("demand_paging.fault_p50"), timed.count());
+    let scaled = found
+        .cells
+        .iter()
+        .filter(|cell| cell.vcpus > setting.vcpus[0]);
+    assert_eq!(of("demand_paging.scaling"), scaled.count());
 }
 
 #[test]
@@ -118,11 +116,14 @@ fn a_delay_slows_every_fault_down() {
         repeat: 1,
         ..tiny(&[1])
     };
-    let report = demand_paging(&setting, &mut |_| {}).unwrap();
-    assert_eq!(report.cells.len(), 2);
-    for cell in &report.cells {
-        assert!(cell.pages_per_s.max < 500.0, "{cell:?}");
-        assert!(cell.fault_us_p50.unwrap().min >= 2000.0, "{cell:?}");
+    let found = measure(&setting).unwrap();
+    assert_eq!(found.cells.len(), 2);
+    for cell in &found.cells {
+        assert!(cell.samples.rate.quantile(1.0) < 500.0, "{cell:?}");
+        assert!(
+            cell.samples.fault_us_p50.quantile(0.0) >= 2000.0,
+            "{cell:?}"
+        );
     }
 }
 
@@ -134,22 +135,23 @@ fn a_sample_is_as_long_as_the_setting_says() {
         repeat: 1,
         ..tiny(&[1])
     };
-    let report = demand_paging(&setting, &mut |_| {}).unwrap();
-    for cell in &report.cells {
-        assert!(cell.sample_s.min >= 0.02, "{cell:?}");
+    let found = measure(&setting).unwrap();
+    for cell in &found.cells {
+        assert!(cell.samples.sample_s.quantile(0.0) >= 0.02, "{cell:?}");
     }
     assert_eq!(DemandSetting::default().sample, Duration::from_millis(200));
 }
 
 #[test]
-fn the_text_has_the_tests_lines_and_tables() {
+fn the_notes_have_the_tests_lines() {
     let setting = DemandSetting {
         paging: Paging::Tables,
         selftest_lines: true,
         ..tiny(&[1, 2])
     };
-    let report = demand_paging(&setting, &mut |_| {}).unwrap();
-    let text = report.to_string();
+    let found = measure(&setting).unwrap();
+    let output = found.output(&setting);
+    let text = output.notes.join("\n");
     // A script takes the number between the tab and the unit.
     let numbers = |words: &str, unit: &str| -> Vec<f64> {
         let lines = text.lines().filter_map(|line| line.strip_prefix(words));
@@ -163,55 +165,26 @@ fn the_text_has_the_tests_lines_and_tables() {
     let each = numbers("Per-vcpu demand paging rate", " pgs/sec/vcpu");
     let all = numbers("Overall demand paging rate", " pgs/sec");
     assert_eq!((seconds.len(), each.len(), all.len()), (8, 8, 8), "{text}");
-    for (index, cell) in report.cells.iter().enumerate() {
+    for (index, cell) in found.cells.iter().enumerate() {
         let close = |found: f64, wanted: f64| (found / wanted - 1.0).abs() < 1e-3;
-        assert!(close(all[index], cell.pages_per_s.median), "{text}");
+        assert!(close(all[index], cell.samples.rate.median()), "{text}");
         assert!(close(all[index], each[index] * f64::from(cell.vcpus)));
         assert!(close(64.0, each[index] * seconds[index]), "{text}");
     }
-    let table = text
-        .split("== soft: pages/s of each vCPU ==")
-        .nth(1)
-        .unwrap();
-    let rows: Vec<_> = table.lines().skip(1).take(5).collect();
-    assert_eq!(
-        rows[0].split_whitespace().collect::<Vec<_>>(),
-        ["vcpus", "1", "2"]
-    );
-    for (row, name) in rows[1..]
-        .iter()
-        .zip(["no userfault", "no userfault, s", "exit", "exit, s"])
-    {
-        assert!(row.trim().starts_with(name), "{row}");
+    let svg = output.charts[0].1.as_ref().unwrap();
+    for name in ["soft, no userfault", "soft, exit, serialised MMU"] {
+        assert!(svg.contains(name), "{name}");
     }
 }
 
 #[test]
 fn a_wide_spread_is_said() {
-    let setting = tiny(&[1]);
-    let mut report = DemandReport::new(&setting);
-    let plan = Plan::new(isa_of(Engine::Soft), 1, 64, false).unwrap();
-    let way = ways(Engine::Soft, &setting, &mut report)[0];
     for (slowest, noisy) in [(71.0, false), (69.0, true)] {
-        let samples = WaySamples {
-            rate: [slowest, 100.0, 100.0].into_iter().collect(),
-            ..WaySamples::default()
-        };
-        report.add(&way, &plan, &samples);
-        assert_eq!(report.cells.last().unwrap().noisy, noisy);
-        let note = &report.rows.last().unwrap().conditions.note;
+        let setting = tiny(&[1]);
+        let mut found = measure(&setting).unwrap();
+        found.cells[0].samples.rate = [slowest, 100.0, 100.0].into_iter().collect();
+        let note = &found.output(&setting).rows[0].conditions.note;
         assert_eq!(note.contains("disturbed"), noisy, "{note}");
-    }
-    assert_eq!(report.to_string().matches("Noisy").count(), 1);
-}
-
-#[test]
-fn the_figure_is_a_picture_of_every_mode() {
-    let report = demand_paging(&tiny(&[1, 2]), &mut |_| {}).unwrap();
-    let svg = figure(&report).unwrap();
-    assert!(svg.starts_with("<svg"), "{svg}");
-    for (engine, mode) in report.modes() {
-        assert!(svg.contains(&format!("{engine}, {mode}")), "{mode}");
     }
 }
 
@@ -221,7 +194,7 @@ fn a_delivery_that_no_engine_has_is_refused() {
         paging: Paging::Minor,
         ..tiny(&[1])
     };
-    let why = demand_paging(&setting, &mut |_| {}).unwrap_err();
+    let why = measure(&setting).unwrap_err();
     assert!(
         matches!(why, BenchError::Machine(MachineError::NoDelivery(_))),
         "{why}"
@@ -303,7 +276,7 @@ fn leaving_the_guest_takes_time() {
 
 #[test]
 fn what_cannot_be_measured_is_refused() {
-    let refused = |setting: DemandSetting| demand_paging(&setting, &mut |_| {}).unwrap_err();
+    let refused = |setting: DemandSetting| measure(&setting).unwrap_err();
     assert!(
         refused(tiny(&[]))
             .to_string()
@@ -338,21 +311,19 @@ fn kvm_serves_events_with_several_readers() {
         overlap: true,
         ..tiny(&[3])
     };
-    let report = demand_paging(&setting, &mut |_| {}).unwrap();
-    for delivery in ["minor", "missing"] {
-        let readers: Vec<_> = report
+    let found = measure(&setting).unwrap();
+    for delivery in [Delivery::Minor, Delivery::Missing] {
+        let of = found
             .cells
             .iter()
-            .filter(|cell| cell.delivery == delivery)
-            .map(|cell| cell.readers)
-            .collect();
-        let lacks = report
-            .unmeasured
-            .iter()
-            .any(|one| one.what.ends_with(delivery));
-        assert!(lacks || readers == [Some(1), Some(3)], "{readers:?}");
+            .filter(|cell| cell.way.delivery == Some(delivery));
+        let names: Vec<_> = of.map(|cell| cell.way.name()).collect();
+        let both = ["1 reader", "a reader for each vCPU"];
+        let both = both.map(|readers| format!("{delivery}, {readers}"));
+        let lacks = found.lacking.iter().any(|one| one.1 == delivery);
+        assert!(lacks || names == both, "{names:?}");
     }
-    check_faults(&report);
+    check_faults(&found, true);
 }
 
 #[test]
@@ -369,14 +340,17 @@ fn kvms_readers_are_compared_with_a_plain_loop() {
         ..tiny(&[1])
     };
     if machine::has(Engine::Kvm, Backing::Shmem, Delivery::Minor) {
-        let report = demand_paging(&setting, &mut |_| {}).unwrap();
-        let modes: Vec<_> = report.modes().iter().map(|(_, mode)| *mode).collect();
+        let found = measure(&setting).unwrap();
+        let modes: Vec<_> = found.cells.iter().map(|cell| cell.way.name()).collect();
         let compared = ["1 reader", "2 readers", "2 userfaultfds, 1 reader"];
         assert_eq!(modes[0], "minor, plain loop");
         assert_eq!(modes[1..], compared.map(|mode| format!("minor, {mode}")));
-        let text = report.to_string();
-        assert_eq!(text.matches(" x the plain loop").count(), 3, "{text}");
-        check_faults(&report);
+        let rows = found.output(&setting).rows;
+        let compared = rows
+            .iter()
+            .filter(|row| row.baseline.as_deref() == Some("minor, plain loop"));
+        assert_eq!(compared.count(), 4, "the loop itself too");
+        check_faults(&found, false);
     }
 }
 
@@ -387,14 +361,10 @@ fn private_memory_is_paged_by_missing_faults_and_on_the_soft_engine() {
         backing: Backing::Anonymous,
         ..tiny(&[1])
     };
-    let report = demand_paging(&setting, &mut |_| {}).unwrap();
-    assert_eq!(
-        report.cells.len(),
-        4,
-        "both schemes, with and without exits"
-    );
-    let text = report.to_string();
-    assert!(text.contains("Guest memory is anonymous."), "{text}");
+    let found = measure(&setting).unwrap();
+    assert_eq!(found.cells.len(), 4, "both schemes, with and without exits");
+    let note = &found.output(&setting).rows[0].conditions.note;
+    assert!(note.contains("anonymous"), "{note}");
     if no_kvm() || !machine::has(Engine::Kvm, Backing::Anonymous, Delivery::Missing) {
         return;
     }
@@ -402,15 +372,15 @@ fn private_memory_is_paged_by_missing_faults_and_on_the_soft_engine() {
         engines: vec![Engine::Kvm],
         ..setting
     };
-    let report = demand_paging(&kvm, &mut |_| {}).unwrap();
-    let modes: Vec<_> = report.modes().iter().map(|(_, mode)| *mode).collect();
+    let found = measure(&kvm).unwrap();
+    let modes: Vec<_> = found.cells.iter().map(|cell| cell.way.name()).collect();
     assert_eq!(modes, ["no userfault", "missing, 1 reader"]);
-    check_faults(&report);
+    check_faults(&found, false);
     let minor = DemandSetting {
         paging: Paging::Minor,
         ..kvm
     };
-    assert!(demand_paging(&minor, &mut |_| {}).is_err());
+    assert!(measure(&minor).is_err());
 }
 
 #[test]
@@ -423,11 +393,10 @@ fn kvm_pages_by_every_delivery_it_has() {
         repeat: 1,
         ..tiny(&[2])
     };
-    let report = demand_paging(&setting, &mut |_| {}).unwrap();
+    let found = measure(&setting).unwrap();
     // A kernel without KVM Userfault is not said to lack it.
     let has = |delivery| machine::has(Engine::Kvm, Backing::Shmem, delivery);
     let ways = 4 + usize::from(has(Delivery::Userfault));
-    assert_eq!(report.cells.len() + report.unmeasured.len(), ways);
-    assert_eq!(report.of("kvm", "no userfault").count(), 1);
-    check_faults(&report);
+    assert_eq!(found.cells.len() + found.lacking.len(), ways);
+    check_faults(&found, false);
 }

@@ -3,9 +3,10 @@
 use super::missing::{Reading, Serving};
 use super::plan::Plan;
 use super::race::Race;
-use super::report::DemandReport;
+use super::report::Found;
 use super::setting::{DemandSetting, Paging};
-use super::{HostRam, Scheme, cores, machine, soft_touch};
+use super::{HostRam, Scheme, machine, soft_touch};
+use crate::row::cores;
 use crate::{BenchError, Samples};
 use pageferry_machine::{Delivery, Engine};
 use std::sync::Arc;
@@ -63,25 +64,21 @@ impl Way {
         format!("{pages}{readers}{scheme}")
     }
 
-    /// The name of the way that reads events of `delivery` by a plain loop.
-    pub(super) fn plain_name(delivery: &str) -> String {
-        format!("{delivery}, plain loop")
+    /// Whether the rate of `other` is compared with this one's: this is the plain loop, if readers
+    /// are compared, or else the same without missing pages.
+    pub(super) fn is_baseline_of(self, other: Self, compare_readers: bool) -> bool {
+        let delivery = match other.delivery {
+            None => return false,
+            Some(_) if compare_readers && other.has_readers() => other.delivery,
+            Some(_) => None,
+        };
+        (self.engine, self.scheme, self.delivery) == (other.engine, other.scheme, delivery)
+            && (delivery.is_none() || self.reading == Reading::Plain)
     }
 
     /// Whether threads read events for most faults.
     fn has_readers(self) -> bool {
         matches!(self.delivery, Some(Delivery::Minor | Delivery::Missing))
-    }
-
-    /// The number of threads that read events of `vcpus` vCPUs; `None` if faults are exits.
-    pub(crate) fn readers(self, vcpus: u32) -> Option<u32> {
-        self.has_readers().then_some(match self.reading_of(vcpus) {
-            Reading::Plain => 1,
-            Reading::Streams {
-                userfaultfds,
-                readers,
-            } => userfaultfds * readers,
-        })
     }
 
     /// The threads for `vcpus` vCPUs.
@@ -121,7 +118,7 @@ impl Way {
 }
 
 /// The wanted ways of an engine that this host has. The report gets those that it lacks.
-pub(super) fn ways(engine: Engine, setting: &DemandSetting, report: &mut DemandReport) -> Vec<Way> {
+pub(super) fn ways(engine: Engine, setting: &DemandSetting, found: &mut Found) -> Vec<Way> {
     let deliveries: &[_] = match engine {
         Engine::Soft => &[None, Some(Delivery::Exit)],
         Engine::Kvm => &[
@@ -147,13 +144,13 @@ pub(super) fn ways(engine: Engine, setting: &DemandSetting, report: &mut DemandR
     } else {
         vec![streams(1, setting.readers)]
     };
-    let (mut ways, lacking) = (Vec::new(), report.unmeasured.len());
+    let (mut ways, lacking) = (Vec::new(), found.lacking.len());
     for &delivery in deliveries.iter().filter(|&&one| setting.paging.has(one)) {
         if let Some(delivery) = delivery.filter(|&one| !machine::has(engine, setting.backing, one))
         {
             // No released kernel has that one.
             if delivery != Delivery::Userfault {
-                report.lacks(engine, delivery);
+                found.lacking.push((engine, delivery));
             }
             continue;
         }
@@ -171,9 +168,9 @@ pub(super) fn ways(engine: Engine, setting: &DemandSetting, report: &mut DemandR
     }
     // An engine may not know the wanted delivery at all.
     if let (true, Some(delivery)) = (ways.is_empty(), setting.paging.delivery())
-        && report.unmeasured.len() == lacking
+        && found.lacking.len() == lacking
     {
-        report.lacks(engine, delivery);
+        found.lacking.push((engine, delivery));
     }
     ways
 }
@@ -275,13 +272,13 @@ mod tests {
                 paging,
                 ..DemandSetting::default()
             };
-            let mut report = DemandReport::new(&setting);
-            let found: Vec<_> = ways(Engine::Soft, &setting, &mut report)
+            let mut found = Found::default();
+            let names_found: Vec<_> = ways(Engine::Soft, &setting, &mut found)
                 .into_iter()
                 .map(Way::name)
                 .collect();
-            assert_eq!(found, names);
-            assert_eq!(report.unmeasured.len(), lacking);
+            assert_eq!(names_found, names);
+            assert_eq!(found.lacking.len(), lacking);
         };
         let exits = ["exit", "exit, serialised MMU"];
         let none = ["no userfault", "no userfault, serialised MMU"];
@@ -305,17 +302,11 @@ mod tests {
             readers,
         };
         let each = way(Delivery::Minor, streams(1, EACH_VCPU));
-        assert_eq!(each.readers(8), Some(8));
         assert_eq!(each.name(), "minor, a reader for each vCPU");
-        assert_eq!(way(Delivery::Missing, streams(1, 3)).readers(8), Some(3));
         let split = way(Delivery::Minor, streams(2, 3));
-        assert_eq!(split.readers(8), Some(6));
         assert_eq!(split.name(), "minor, 2 userfaultfds, 3 readers");
-        assert_eq!(way(Delivery::Poison, streams(2, 3)).readers(8), None);
+        assert_eq!(way(Delivery::Poison, streams(2, 3)).name(), "poison");
         let plain = way(Delivery::Minor, Reading::Plain);
-        assert_eq!(
-            (plain.readers(8), plain.name()),
-            (Some(1), "minor, plain loop".into())
-        );
+        assert_eq!(plain.name(), "minor, plain loop");
     }
 }

@@ -1,6 +1,4 @@
-//! Samples, and their summary.
-
-use serde::Serialize;
+//! Samples, and their quantiles.
 
 /// Samples of one figure, all in the same unit. The unit is in the name of the variable or field
 /// that holds them. Samples are finite.
@@ -58,58 +56,15 @@ impl FromIterator<f64> for Samples {
     }
 }
 
-/// The summary of samples: median and range. The unit is in the name of the field that holds it.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(crate) struct Figure {
-    /// The median of the samples.
-    pub(crate) median: f64,
-    /// The smallest sample.
-    pub(crate) min: f64,
-    /// The largest sample.
-    pub(crate) max: f64,
-    /// The number of samples.
-    pub(crate) samples: usize,
-}
-
-impl Figure {
-    /// Summarises `samples`. Without samples all values are 0.
-    #[must_use]
-    pub(crate) fn of(samples: &Samples) -> Self {
-        Self {
-            median: samples.median(),
-            min: samples.quantile(0.0),
-            max: samples.quantile(1.0),
-            samples: samples.len(),
-        }
-    }
-
-    /// The distance from the smallest to the largest sample, divided by the median; 0.0 if the
-    /// median is 0.
-    ///
-    /// ```
-    /// use crate::kit::{Figure, Samples};
-    ///
-    /// let samples = Samples::from_iter([90.0, 100.0, 140.0]);
-    /// assert_eq!(Figure::of(&samples).spread(), 0.5);
-    /// ```
-    #[must_use]
-    pub(crate) fn spread(&self) -> f64 {
-        if self.median == 0.0 {
-            return 0.0;
-        }
-        (self.max - self.min) / self.median
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn medians_and_ends_are_those_of_the_sorted_samples() {
-        let figure = Figure::of(&[5.0, 1.0, 3.0].into_iter().collect());
-        assert_eq!((figure.median, figure.min, figure.max), (3.0, 1.0, 5.0));
-        assert_eq!(figure.samples, 3);
+        let samples = Samples::from_iter([5.0, 1.0, 3.0]);
+        let ends = [0.5, 0.0, 1.0].map(|q| samples.quantile(q));
+        assert_eq!((ends, samples.len()), ([3.0, 1.0, 5.0], 3));
         assert_eq!(Samples::default().median(), 0.0);
         assert_eq!(Samples::from_iter([5.0, 1.0]).mean(), 3.0);
         assert_eq!(Samples::default().mean(), 0.0);

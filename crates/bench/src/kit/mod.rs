@@ -1,11 +1,9 @@
-//! The measuring kit: figures, verdicts, random numbers and cache lines.
+//! The measuring kit: samples, random numbers and cache lines.
 
 mod cache_line;
 mod figure;
 mod random;
-mod verdict;
 
 pub(crate) use cache_line::CacheLine;
-pub(crate) use figure::{Figure, Samples};
+pub(crate) use figure::Samples;
 pub(crate) use random::Random;
-pub(crate) use verdict::Verdict;

@@ -9,7 +9,7 @@ use super::lines::{Line, Splitter, parse};
 use super::moved::{LINES, WARM_UP};
 use super::{Guest, LinuxSetting};
 use crate::error::{os, scratch};
-use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples};
+use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples, note};
 use pageferry_machine::kvm;
 use pageferry_testkit::qemu::{KernelMachine, KernelSpec, Qemu};
 use serde_json::Value;
@@ -59,27 +59,24 @@ impl Times {
     }
 }
 
-/// Runs `bench linux` on KVM and returns its rows. It ends early when `stop` returns true.
+/// Runs `bench linux` on KVM and returns its rows. It ends early when the user asks.
 ///
 /// # Errors
 /// [`BenchError`].
 pub(crate) fn linux_on_kvm(
     setting: &LinuxSetting,
     kvm: &KvmSetting,
-    stop: &(dyn Fn() -> bool + Sync),
-    progress: &mut dyn FnMut(&str),
 ) -> Result<Vec<Row>, BenchError> {
     kvm::probe_kernels()?;
     // Its error names the file.
     drop(Guest::read(&setting.kernel, &setting.initrd)?);
     let qemu = setting.qemu.as_deref().map(Qemu::find).transpose();
     let qemu = qemu.map_err(BenchError::Setting)?;
-    let bench = Bench { setting, kvm, stop };
+    let bench = Bench { setting, kvm };
     let [mut test_guest, mut linux, mut theirs] = [(); 3].map(|()| Times::default());
     let [mut guest_reads, mut host_reads, mut exits] = [(); 3].map(|()| Samples::default());
     for round in 1..=setting.rounds {
-        let mut doing =
-            |what: &str| progress(&format!("{what}, round {round} of {}", setting.rounds));
+        let doing = |what: &str| note(&format!("{what}, round {round} of {}", setting.rounds));
         doing("moving the test guest");
         test_guest.push(bench.move_ours(None)?);
         doing("moving Linux");
@@ -113,7 +110,7 @@ pub(crate) fn linux_on_kvm(
         guest_reads
             .row("linux.reads", "kvm", "reads/s", how(reads))
             .against("host.reads + linux.exit", best)
-            .aiming_at("ratio >= 0.7", Bound::RatioAtLeast(0.7)),
+            .aiming_at(Bound::RatioAtLeast(0.7)),
     );
     Ok(rows)
 }
@@ -122,7 +119,6 @@ pub(crate) fn linux_on_kvm(
 struct Bench<'a> {
     setting: &'a LinuxSetting,
     kvm: &'a KvmSetting,
-    stop: &'a (dyn Fn() -> bool + Sync),
 }
 
 impl Bench<'_> {
@@ -277,7 +273,15 @@ impl Bench<'_> {
         name: &'static str,
         more: impl FnOnce(&mut Command),
     ) -> Result<Process, BenchError> {
-        let mut command = Command::new(self.setting.executable.with_file_name("pageferry"));
+        let program = crate::peer::executable()?.with_file_name("pageferry");
+        if !program.is_file() {
+            let build = "`cargo build --release -p pageferry` builds it";
+            return Err(BenchError::Setting(format!(
+                "there is no {}: {build}",
+                program.display()
+            )));
+        }
+        let mut command = Command::new(program);
         command.arg(name);
         more(&mut command);
         Process::start(command, name, scratch)
@@ -334,7 +338,7 @@ impl Bench<'_> {
 
     fn go_on(&self, late: Instant, what: &str) -> Result<(), BenchError> {
         match Instant::now() > late {
-            _ if (self.stop)() => Err(BenchError::Cancelled),
+            _ if crate::is_cancelled() => Err(BenchError::Cancelled),
             true => Err(BenchError::Busy(format!(
                 "{what} was not there within {} s",
                 LIMIT.as_secs()
@@ -366,7 +370,7 @@ impl Bench<'_> {
                 .blackouts
                 .row("linux.blackout", "kvm", "ms", how(&load))
                 .against("blackout", test_guest.blackouts.median())
-                .aiming_at("ratio <= 1.5", Bound::RatioAtMost(1.5)),
+                .aiming_at(Bound::RatioAtMost(1.5)),
         ];
         let name = qemu.map(|(qemu, _)| format!("QEMU {}", qemu.version));
         if let (Some((_, theirs)), Some(name)) = (qemu, &name) {

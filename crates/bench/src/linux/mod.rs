@@ -21,13 +21,13 @@ mod moved;
 mod qemu;
 mod soft;
 
-use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples};
+use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples, note};
 use bare::{BareLoop, INSTRUCTIONS, ROUNDS};
 use figures::Figures;
 pub(crate) use kvm::{KvmSetting, linux_on_kvm};
 use lines::Task;
+pub(crate) use moved::LinuxSource;
 use moved::Moves;
-pub(crate) use moved::source;
 use pageferry_machine::Linux;
 use pageferry_testkit::qemu::Qemu;
 use std::collections::BTreeMap;
@@ -48,8 +48,6 @@ const BARE: &str = "bare.loop";
 /// The settings of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct LinuxSetting {
-    /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
-    pub(crate) executable: PathBuf,
     /// The kernel's file: a riscv64 `Image`, or for KVM a `bzImage`.
     pub(crate) kernel: PathBuf,
     /// The file of its initial RAM disk, with the first process of `lab/guest-linux`.
@@ -106,13 +104,12 @@ impl Guest {
 struct Conditions<'a> {
     setting: &'a LinuxSetting,
     guest: &'a Guest,
-    stop: &'a (dyn Fn() -> bool + Sync),
 }
 
 impl Conditions<'_> {
     /// Checks that a wait may go on.
     fn go_on(&self, deadline: Instant, what: &str) -> Result<(), BenchError> {
-        if (self.stop)() {
+        if crate::is_cancelled() {
             return Err(BenchError::Cancelled);
         }
         if Instant::now() > deadline {
@@ -125,33 +122,28 @@ impl Conditions<'_> {
     }
 }
 
-/// Runs `bench linux` and returns its rows. It ends early when `stop` returns true.
+/// Runs `bench linux` and returns its rows. It ends early when the user asks.
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn linux(
-    setting: &LinuxSetting,
-    stop: &(dyn Fn() -> bool + Sync),
-    progress: &mut dyn FnMut(&str),
-) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn linux(setting: &LinuxSetting) -> Result<Vec<Row>, BenchError> {
     let qemu = setting.qemu.as_deref().map(Qemu::find).transpose();
     let qemu = qemu.map_err(BenchError::Setting)?;
     let conditions = Conditions {
         setting,
         guest: &Guest::read(&setting.kernel, &setting.initrd)?,
-        stop,
     };
     let mut rounds = Rounds::default();
     for round in 1..=setting.rounds {
         for vcpus in VCPUS {
-            progress(&format!(
+            note(&format!(
                 "Linux with {vcpus} vCPUs, round {round} of {}",
                 setting.rounds
             ));
             rounds.measure(&conditions, qemu.as_ref(), vcpus, round)?;
         }
         rounds.add_bare(&conditions.measure_bare(ROUNDS)?)?;
-        progress(&format!(
+        note(&format!(
             "moving Linux, round {round} of {}",
             setting.rounds
         ));
@@ -159,7 +151,7 @@ pub(crate) fn linux(
     }
     let mut rows = rounds.rows(qemu.as_ref());
     if let Some(minutes) = setting.busy_minutes {
-        rows.extend(conditions.busy_rows(minutes, progress)?);
+        rows.extend(conditions.busy_rows(minutes)?);
     }
     Ok(rows)
 }
@@ -305,7 +297,7 @@ impl Rounds {
             let how = HowMeasured::here(1, MEMORY, note);
             let row = ours.loop_rate.row("linux.loop", "soft, 1 vCPU", unit, how);
             row.against(BARE, self.bare.median())
-                .aiming_at("ratio >= 0.95", Bound::RatioAtLeast(0.95))
+                .aiming_at(Bound::RatioAtLeast(0.95))
         }));
         rows
     }
@@ -335,18 +327,18 @@ fn beside(
     if let Some((theirs, name)) = &theirs {
         ours = ours.map(|ours| ours.against(name.as_str(), theirs.value));
     }
-    if let Some((target, bound)) = target(case).filter(|_| vcpus == 1 && theirs.is_some()) {
-        ours = ours.map(|ours| ours.aiming_at(target, bound));
+    if let Some(bound) = target(case).filter(|_| vcpus == 1 && theirs.is_some()) {
+        ours = ours.map(|ours| ours.aiming_at(bound));
     }
     ours.into_iter().chain(theirs.map(|(row, _)| row)).collect()
 }
 
 /// The target of a figure beside QEMU's.
-fn target(case: &str) -> Option<(&'static str, Bound)> {
+fn target(case: &str) -> Option<Bound> {
     match case {
         "linux.touch" => None,
-        "linux.loop_time" => Some(("ratio <= 10", Bound::RatioAtMost(10.0))),
-        _ => Some(("ratio <= 1.0", Bound::RatioAtMost(1.0))),
+        "linux.loop_time" => Some(Bound::RatioAtMost(10.0)),
+        _ => Some(Bound::RatioAtMost(1.0)),
     }
 }
 
@@ -357,7 +349,6 @@ mod tests {
     /// Conditions of tests that start no Linux.
     pub(super) fn conditions(test: impl FnOnce(&Conditions<'_>)) {
         let setting = LinuxSetting {
-            executable: PathBuf::new(),
             kernel: PathBuf::new(),
             initrd: PathBuf::new(),
             qemu: None,
@@ -371,7 +362,6 @@ mod tests {
         test(&Conditions {
             setting: &setting,
             guest: &guest,
-            stop: &|| false,
         });
     }
 
@@ -403,7 +393,7 @@ mod tests {
         let rows = rounds.rows(Some(&qemu));
         let judged: Vec<_> = rows
             .iter()
-            .filter_map(|row| Some((row.case, row.met?)))
+            .filter_map(|row| Some((&*row.case, row.met?)))
             .collect();
         assert_eq!(
             judged,
@@ -441,7 +431,7 @@ mod tests {
                 kernel: "/nonexistent/Image".into(),
                 ..conditions.setting.clone()
             };
-            let why = linux(&setting, &|| false, &mut |_| {}).expect_err("no kernel");
+            let why = linux(&setting).expect_err("no kernel");
             assert!(matches!(why, BenchError::Setting(_)), "{why}");
             assert!(why.to_string().contains("/nonexistent/Image"), "{why}");
         });

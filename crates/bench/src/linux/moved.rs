@@ -3,15 +3,15 @@
 
 use super::lines::{Line, Splitter, parse};
 use super::{Conditions, Guest, LIMIT, soft};
-use crate::blackout::{MEMORY, VCPUS, role};
-use crate::link::receive_by;
-use crate::peer::{LOOPBACK, Peer, Role, listen};
+use crate::blackout::{self, MEMORY, VCPUS};
+use crate::mover::{SourceFigures, receive_by, send_vm};
+use crate::peer::{LOOPBACK, Part, Peer, listen};
 use crate::vm::Vm;
 use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples};
 use pageferry_machine::{Backing, Console, Engine};
-use pageferry_migration::DestinationConfig;
-use std::path::Path;
-use std::process::Command;
+use pageferry_migration::{DestinationConfig, SourceConfig};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 const LOAD: &str = "console=hvc0 panic=-1 quiet pf=load pf_mib=256";
@@ -55,11 +55,11 @@ struct Moved {
 impl Moves {
     /// Moves each guest once.
     pub(super) fn measure(&mut self, conditions: &Conditions<'_>) -> Result<(), BenchError> {
-        let moved = conditions.move_here(&role(Engine::Soft, MEMORY))?;
+        let moved = conditions.move_here(&blackout::source(Engine::Soft, MEMORY))?;
         self.test_guest.push(&moved);
         drop(moved);
         let setting = conditions.setting;
-        let moved = conditions.move_here(&Role::Linux {
+        let moved = conditions.move_here(&LinuxSource {
             kernel: setting.kernel.clone(),
             initrd: setting.initrd.clone(),
         })?;
@@ -87,23 +87,23 @@ impl Moves {
                 .blackouts
                 .row("linux.blackout", "soft", "ms", how(load))
                 .against("blackout", bare.blackouts.median())
-                .aiming_at("ratio <= 1.5", Bound::RatioAtMost(1.5)),
+                .aiming_at(Bound::RatioAtMost(1.5)),
             bare.pages.row("page", "soft", "us", how(page)),
             linux
                 .pages
                 .row("linux.page", "soft", "us", how(page))
                 .against("page", bare.pages.median())
-                .aiming_at("ratio <= 1.1", Bound::RatioAtMost(1.1)),
+                .aiming_at(Bound::RatioAtMost(1.1)),
         ]
     }
 }
 
 impl Conditions<'_> {
-    /// Moves the VM of `role` from another process to this one.
-    fn move_here(&self, role: &Role) -> Result<Moved, BenchError> {
-        let mut peer = Peer::start_by(Command::new(&self.setting.executable), role)?;
+    /// Moves the VM of `source` from another process to this one.
+    fn move_here(&self, source: &impl Part) -> Result<Moved, BenchError> {
+        let mut peer = Peer::start(source)?;
         let deadline = Instant::now() + LIMIT;
-        let stop = || (self.stop)() || Instant::now() > deadline;
+        let stop = || crate::is_cancelled() || Instant::now() > deadline;
         let config = DestinationConfig::default();
         let moved = receive_by(&mut peer, listen(LOOPBACK)?, Backing::Shmem, config, &stop);
         if moved.is_err() {
@@ -111,7 +111,7 @@ impl Conditions<'_> {
             self.go_on(deadline, "a move of a VM")?;
         }
         let (report, vm) = moved?;
-        let sent = peer.figures::<crate::peer::SourceFigures>()?;
+        let sent = peer.figures::<SourceFigures>()?;
         let first = report
             .first_instruction
             .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;
@@ -124,8 +124,24 @@ impl Conditions<'_> {
     }
 }
 
-/// Starts Linux under load, in the process of the source.
-pub(crate) fn source(kernel: &Path, initrd: &Path) -> Result<Vm, BenchError> {
+/// Runs Linux under load, and moves it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct LinuxSource {
+    kernel: PathBuf,
+    initrd: PathBuf,
+}
+
+impl Part for LinuxSource {
+    const NAME: &'static str = "linux";
+
+    fn play(&self) -> Result<(), BenchError> {
+        let vm = source(&self.kernel, &self.initrd)?;
+        send_vm(&vm, &SourceConfig::default(), 1)
+    }
+}
+
+/// Starts Linux under load.
+fn source(kernel: &Path, initrd: &Path) -> Result<Vm, BenchError> {
     let guest = Guest::read(kernel, initrd)?;
     let (vm, console) = soft::start(&guest.linux(LOAD), VCPUS, MEMORY)?;
     let late = Instant::now() + LIMIT;

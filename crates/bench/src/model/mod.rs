@@ -31,28 +31,25 @@
 //! ([`PageDelivery::None`], serialised).
 //!
 //! **Neighbours.** Below: [`crate::demand_paging`], whose guests and locks it measures. The command
-//! line prints [`ModelReport`].
+//! line shows the rows.
 
 mod parts;
 mod queue;
 mod random;
-mod report;
+mod rows;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use parts::Parts;
 pub(crate) use queue::{Lock, QueueTimes, Spread, Step, System};
-pub(crate) use report::{ModelReport, figure, page};
 
 use crate::demand_paging::{HostRam, Plan, Scheme, Serving, in_order_touch, soft_touch};
-use crate::kit::Figure;
+use crate::output::Output;
 use crate::vm::isa_of;
-use crate::{BenchError, Samples};
+use crate::{BenchError, Samples, note};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_machine::Engine;
-use parts::{Guests, PartSamples};
-use serde::Serialize;
-use std::time::Instant;
+use parts::Guests;
 
 /// The entries of a table. A vCPU that goes through its memory needs a new last-level table after
 /// this many pages.
@@ -62,7 +59,7 @@ const TABLE_PAGES: u32 = 512;
 const MAX_SIMULATED: u32 = 2048;
 
 /// The figures of the talk, which are not measured or modelled here.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Talk {
     /// The vCPUs of the VM.
     pub(crate) vcpus: u32,
@@ -115,8 +112,7 @@ impl Default for ModelSetting {
 }
 
 /// The state of the pages before the touch, and their delivery.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageDelivery {
     /// Host memory is allocated: one fault per page.
     None,
@@ -141,14 +137,14 @@ impl PageDelivery {
     /// The steps for one page.
     fn steps(self, parts: &Parts) -> Vec<Step> {
         let [guest, lookup, map, missing, exit, copy] = [
-            parts.guest_ns,
-            parts.lookup_ns,
-            parts.map_ns,
-            parts.missing_ns,
-            parts.exit_ns,
-            parts.copy_ns,
+            &parts.guest,
+            &parts.lookup,
+            &parts.map,
+            &parts.missing,
+            &parts.exit,
+            &parts.copy,
         ]
-        .map(|figure| figure.median);
+        .map(Samples::median);
         match self {
             Self::None => vec![Step {
                 own_ns: guest + lookup,
@@ -172,19 +168,19 @@ impl PageDelivery {
 fn lock(scheme: Scheme, parts: &Parts, steps: usize) -> Lock {
     match scheme {
         Scheme::Parallel => Lock::Shared {
-            line_ns: parts.line_ns.median,
+            line_ns: parts.line.median(),
             every: TABLE_PAGES * steps as u32,
         },
         Scheme::Serialised => Lock::Exclusive {
-            alone_ns: parts.lock_ns.median,
-            line_ns: parts.line_ns.median,
-            handover_ns: parts.handover_ns.median,
+            alone_ns: parts.lock.median(),
+            line_ns: parts.line.median(),
+            handover_ns: parts.handover.median(),
         },
     }
 }
 
 /// The figures of one scheme with one number of vCPUs. Modelled.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct SchemeFigures {
     /// Seconds until each vCPU has touched [`ModelSetting::memory_per_vcpu`].
     pub(crate) seconds: f64,
@@ -197,10 +193,8 @@ pub(crate) struct SchemeFigures {
 }
 
 /// The figures of both schemes with one number of vCPUs. Modelled.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Point {
-    /// Always `true`: nothing here was measured.
-    pub(crate) modelled: bool,
     /// The number of vCPUs, on as many cores.
     pub(crate) vcpus: u32,
     /// With parallel faults.
@@ -212,7 +206,7 @@ pub(crate) struct Point {
 }
 
 /// The figures of one delivery with all numbers of vCPUs. Modelled.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Curve {
     /// The delivery.
     pub(crate) delivery: PageDelivery,
@@ -223,7 +217,7 @@ pub(crate) struct Curve {
 }
 
 /// The model compared with a real run.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Debug)]
 pub(crate) struct Check {
     /// The delivery.
     pub(crate) delivery: PageDelivery,
@@ -233,15 +227,9 @@ pub(crate) struct Check {
     /// The number of vCPUs.
     pub(crate) vcpus: u32,
     /// Nanoseconds per page of a vCPU, measured.
-    pub(crate) measured_ns: Figure,
+    pub(crate) measured_ns: Samples,
     /// Nanoseconds per page of a vCPU, modelled.
     pub(crate) modelled_ns: f64,
-    /// The excess of `modelled_ns` over the median of `measured_ns`, in percent; negative if it is
-    /// less.
-    pub(crate) error_percent: f64,
-    /// The excess of `modelled_ns` over the minimum of `measured_ns`, in percent. On a host with
-    /// other work, in the fastest run each vCPU had a core, as the model supposes.
-    pub(crate) error_to_fastest_percent: f64,
     /// Whether an input is derived from this run. Then the error is zero by construction.
     pub(crate) by_construction: bool,
 }
@@ -251,11 +239,7 @@ pub(crate) struct Check {
 /// # Errors
 /// [`BenchError::Setting`] if this process may use only one core, or the settings are empty.
 /// Otherwise the errors of [`crate::demand_paging::demand_paging`].
-pub(crate) fn model(
-    setting: &ModelSetting,
-    progress: &mut dyn FnMut(&str),
-) -> Result<ModelReport, BenchError> {
-    let began = Instant::now();
+pub(crate) fn model(setting: &ModelSetting) -> Result<Output, BenchError> {
     let pages = setting.memory_per_vcpu / PAGE_SIZE;
     if setting.vcpus.is_empty() || setting.vcpus.contains(&0) || setting.repeat == 0 || pages == 0 {
         return Err(BenchError::Setting(
@@ -270,29 +254,22 @@ pub(crate) fn model(
             Plan::new(isa, 2, pages, false)?,
         ],
     };
-    let (mut part_samples, mut real) = (PartSamples::default(), RealRuns::default());
+    let (mut parts, mut real) = (Parts::default(), RealRuns::default());
     for round in 1..=setting.repeat {
-        progress(&format!(
+        note(&format!(
             "measuring the model's inputs, round {round} of {}",
             setting.repeat
         ));
-        part_samples.round(&on)?;
+        parts.round(&on)?;
         real.round(&on)?;
     }
-    let parts = part_samples.parts();
     let mut curves = Vec::new();
     for delivery in PageDelivery::ALL {
-        progress(&format!("modelling, pages missing: {}", delivery.name()));
+        note(&format!("modelling, pages missing: {}", delivery.name()));
         curves.push(curve(setting, &parts, delivery));
     }
     let checks = real.checks(setting, &parts);
-    Ok(ModelReport::new(
-        setting,
-        parts,
-        curves,
-        checks,
-        began.elapsed(),
-    ))
+    Ok(rows::output(setting, &parts, &curves, &checks))
 }
 
 /// Simulates one scheme with one number of vCPUs.
@@ -335,7 +312,6 @@ fn curve(setting: &ModelSetting, parts: &Parts, delivery: PageDelivery) -> Curve
         };
         let (parallel, serialised) = (side(Scheme::Parallel), side(Scheme::Serialised));
         Point {
-            modelled: true,
             vcpus,
             parallel,
             serialised,
@@ -385,7 +361,7 @@ impl RealRuns {
             .zip(&self.samples)
             .map(|((delivery, scheme, vcpus), samples)| {
                 let outcome = simulate(setting, parts, delivery, scheme, vcpus);
-                let measured_ns = Figure::of(samples);
+                let measured_ns = samples.clone();
                 let modelled_ns = f64::from(vcpus) * 1e9 / outcome.pages_per_s();
                 Check {
                     delivery,
@@ -393,8 +369,6 @@ impl RealRuns {
                     vcpus,
                     measured_ns,
                     modelled_ns,
-                    error_percent: 100.0 * (modelled_ns / measured_ns.median - 1.0),
-                    error_to_fastest_percent: 100.0 * (modelled_ns / measured_ns.min - 1.0),
                     by_construction: (delivery, scheme, vcpus)
                         == (PageDelivery::None, Scheme::Parallel, 1),
                 }

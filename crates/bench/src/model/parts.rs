@@ -8,55 +8,40 @@
 use crate::demand_paging::{
     FaultTimes, HostRam, Plan, Scheme, TicketLock, clocked_touch, exit_and_entry, soft_touch,
 };
-use crate::kit::{CacheLine, Figure};
+use crate::kit::CacheLine;
 use crate::{BenchError, Samples, cores};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
 use rustix::thread::CpuSet;
-use serde::Serialize;
 use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The measured times, in nanoseconds.
-#[derive(Clone, Copy, Debug, Serialize)]
+/// The measured times, in nanoseconds, with a sample for each round.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Parts {
     /// The guest's own instructions per page, its TLB and the touch: all of a touch except the
     /// fault.
-    pub(crate) guest_ns: Figure,
+    pub(super) guest: Samples,
     /// The look-up of the memory slot, outside the lock.
-    pub(crate) lookup_ns: Figure,
+    pub(super) lookup: Samples,
     /// A fault that maps its page, after the look-up: the walk and the change of the tables, under
     /// the lock.
-    pub(crate) map_ns: Figure,
+    pub(super) map: Samples,
     /// A fault that finds its page missing, after the look-up: the walk and the test of the bit,
     /// under the lock.
-    pub(crate) missing_ns: Figure,
+    pub(super) missing: Samples,
     /// Leaving and entering the guest.
-    pub(crate) exit_ns: Figure,
+    pub(super) exit: Samples,
     /// Copying 4 KiB into a page and clearing its bit.
-    pub(crate) copy_ns: Figure,
+    pub(super) copy: Samples,
     /// Taking and releasing the exclusive lock without contention.
-    pub(crate) lock_ns: Figure,
+    pub(super) lock: Samples,
     /// Handing the contended lock over to another core.
-    pub(crate) handover_ns: Figure,
+    pub(super) handover: Samples,
     /// Moving a cache line to another core.
-    pub(crate) line_ns: Figure,
-}
-
-/// Samples of [`Parts`], one per round.
-#[derive(Default)]
-pub(super) struct PartSamples {
-    guest: Samples,
-    lookup: Samples,
-    map: Samples,
-    missing: Samples,
-    exit: Samples,
-    copy: Samples,
-    lock: Samples,
-    handover: Samples,
-    line: Samples,
+    pub(super) line: Samples,
 }
 
 /// The guests, and their host memory.
@@ -66,7 +51,7 @@ pub(super) struct Guests {
     pub(super) plans: [Plan; 2],
 }
 
-impl PartSamples {
+impl Parts {
     /// Adds a sample of each part.
     pub(super) fn round(&mut self, on: &Guests) -> Result<(), BenchError> {
         let [one, _] = &on.plans;
@@ -95,18 +80,19 @@ impl PartSamples {
         Ok(())
     }
 
-    pub(super) fn parts(&self) -> Parts {
-        Parts {
-            guest_ns: Figure::of(&self.guest),
-            lookup_ns: Figure::of(&self.lookup),
-            map_ns: Figure::of(&self.map),
-            missing_ns: Figure::of(&self.missing),
-            exit_ns: Figure::of(&self.exit),
-            copy_ns: Figure::of(&self.copy),
-            lock_ns: Figure::of(&self.lock),
-            handover_ns: Figure::of(&self.handover),
-            line_ns: Figure::of(&self.line),
-        }
+    /// The inputs with their cases, in the order of the table.
+    pub(super) fn inputs(&self) -> [(&'static str, &Samples); 9] {
+        [
+            ("model.guest", &self.guest),
+            ("model.lookup", &self.lookup),
+            ("model.map", &self.map),
+            ("model.missing", &self.missing),
+            ("model.exit", &self.exit),
+            ("model.copy", &self.copy),
+            ("model.lock", &self.lock),
+            ("model.handover", &self.handover),
+            ("model.line", &self.line),
+        ]
     }
 }
 

@@ -50,8 +50,11 @@ pub(crate) enum Lock {
 }
 
 /// The distribution of single times around their mean.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(
+    not(test),
+    expect(dead_code, reason = "the tests know closed forms of all")
+)]
 pub(crate) enum Spread {
     /// All times are equal to the mean.
     Constant,

@@ -3,26 +3,18 @@
 use super::*;
 use pageferry_testkit::skip;
 
-fn figure(median: f64) -> Figure {
-    Figure {
-        median,
-        min: median,
-        max: median,
-        samples: 1,
-    }
-}
-
 fn parts() -> Parts {
+    let one = |ns| Samples::from_iter([ns]);
     Parts {
-        guest_ns: figure(80.0),
-        lookup_ns: figure(20.0),
-        map_ns: figure(50.0),
-        missing_ns: figure(30.0),
-        exit_ns: figure(200.0),
-        copy_ns: figure(400.0),
-        lock_ns: figure(10.0),
-        handover_ns: figure(70.0),
-        line_ns: figure(60.0),
+        guest: one(80.0),
+        lookup: one(20.0),
+        map: one(50.0),
+        missing: one(30.0),
+        exit: one(200.0),
+        copy: one(400.0),
+        lock: one(10.0),
+        handover: one(70.0),
+        line: one(60.0),
     }
 }
 
@@ -73,7 +65,6 @@ fn parallel_faults_scale_and_serialised_ones_stop_at_the_lock() {
             all.serialised.total_memory_seconds,
             pages * held * 1e-9
         ));
-        assert!(curve.points.iter().all(|point| point.modelled));
     }
 }
 
@@ -107,43 +98,39 @@ fn a_seed_and_parts_name_one_curve() {
 
 #[test]
 fn a_real_run_has_inputs_checks_and_curves() {
-    if crate::demand_paging::cores() < 2 && skip("cores", "the model needs two cores") {
+    if crate::row::cores() < 2 && skip("cores", "the model needs two cores") {
         return;
     }
-    let report = match model(&setting(&[1, 8]), &mut |_| {}) {
+    let report = match model(&setting(&[1, 8])) {
         Err(BenchError::Busy(why)) if skip("cores", &why) => return,
         report => report.unwrap(),
     };
-    for (name, figure) in report.inputs() {
-        assert!(figure.median.is_finite() && figure.median >= 0.0, "{name}");
-    }
-    assert!(report.parts.exit_ns.median > 0.0 && report.parts.line_ns.median > 0.0);
-    assert_eq!(report.checks.len(), 8);
-    for check in &report.checks {
-        assert!(
-            check.measured_ns.median > 0.0 && check.modelled_ns > 0.0,
-            "{check:?}"
-        );
+    let of = |case: &'static str| report.rows.iter().filter(move |row| row.case == case);
+    for case in ["model.guest", "model.exit", "model.line"] {
+        assert_eq!(of(case).filter(|row| row.value >= 0.0).count(), 1, "{case}");
     }
     assert_eq!(
-        report
-            .checks
-            .iter()
-            .filter(|check| check.by_construction)
+        of("model.check")
+            .filter(|row| row.ratio > Some(0.0))
             .count(),
-        1
+        8
     );
-    let text = report.to_string();
-    assert!(text.starts_with("MODEL, not a measurement"), "{text}");
-    for part in [
-        "MODELLED: no page",
-        "MODELLED: each page",
-        "98 %",
-        "89 %",
-        "12 TiB",
+    for case in [
+        "model.time",
+        "model.rate",
+        "model.waiting",
+        "model.total_time",
     ] {
-        assert!(text.contains(part), "{part} in {text}");
+        assert_eq!(of(case).count(), 8, "{case}");
+        assert!(
+            of(case).all(|row| row.subject.starts_with("MODELLED")),
+            "{case}"
+        );
     }
+    assert!(report.notes[0].starts_with("MODEL, not a measurement"));
+    assert!(report.notes[1].contains("98 %") && report.notes[1].contains("89 %"));
+    let figure = report.charts[0].1.as_ref().expect("the talk's figure");
+    assert!(figure.contains("MODELLED"));
 }
 
 #[test]
@@ -156,7 +143,7 @@ fn nothing_to_model_is_refused() {
             ..setting(&[1])
         },
     ] {
-        let error = model(&nothing, &mut |_| {}).unwrap_err();
+        let error = model(&nothing).unwrap_err();
         assert!(error.to_string().contains("nothing to model"));
     }
 }

@@ -2,68 +2,66 @@
 //! a link.
 //!
 //! **Guarantee.** Every figure was measured by the run that prints it. No verdict comes from a
-//! busy machine: a round counts by the rule of [`Noise`] only. Namespaces, processes and huge pages
+//! busy machine: a round counts by the rule of [`noise`] only. Namespaces, processes and huge pages
 //! are given back, also when the run fails or is cancelled.
 //!
 //! **Mechanism.** Source and destination are two processes, whose sockets are in two network
 //! namespaces. `tc` shapes the link between them ([`TwoHosts`]). This process is the destination.
-//! Each round measures all rows ([`Mode`]) of all columns ([`Column`]), so the ratio of two rows
-//! is taken within seconds. The guest starts when it has moved. Its vCPUs store to all pages in
-//! random orders, and nothing is sent in pre-copy. The kernel's queue counts the bytes on the link,
-//! headers included.
+//! Each round measures all modes ([`setting::Mode`]) of all columns ([`Column`]), so the ratio of
+//! two rows is taken within seconds. The guest starts when it has moved. Its vCPUs store to all
+//! pages in random orders, and nothing is sent in pre-copy. The kernel's queue counts the bytes on
+//! the link, headers included.
 //!
 //! **Neighbours.** Below: `hosts` for the link, `migration` for the histograms of stalls. The
-//! command line shows [`LatencyReport`].
+//! command line shows the rows.
 
-mod aims;
 mod noise;
-mod page;
 mod qemu;
-mod report;
 mod round;
+mod rows;
 mod setting;
 mod stalls;
 #[cfg(test)]
 mod tests;
-mod text;
 
-pub(crate) use page::page;
 pub(crate) use pageferry_hosts::Rate;
-pub(crate) use report::LatencyReport;
 pub(crate) use setting::{HostPage, LatencySetting};
 
-use crate::BenchError;
+use crate::output::Output;
+use crate::{BenchError, is_cancelled, note};
 use pageferry_hosts::{HugePages, Link, TwoHosts};
 use pageferry_machine::{Backing, Engine, EngineChoice};
 use pageferry_testkit::qemu::Qemu;
 use round::{Conditions, Round};
 use setting::Column;
 use std::collections::BTreeMap;
-use std::time::Instant;
 
-/// Measures all columns. It ends early when `stop` returns true.
+/// The differences in method between QEMU's figures and ours.
+const QEMU: &str = "It emulates RV64 with the same guest program; nodelay: with TCP_NODELAY, which it does not set. Its \
+                    stalls begin when its fault thread has read the fault, ours when the vCPU faults. Its guest has 4 MiB \
+                    more, and runs translated code, ours an interpreter's.";
+
+/// Measures all columns. It ends early when the user asks.
 ///
 /// # Errors
 /// [`BenchError::Hosts`] if this machine cannot have two hosts. [`BenchError::Setting`] if these
 /// settings cannot be measured. [`BenchError::Cancelled`]. Other errors if the host refuses
 /// something.
-pub(crate) fn postcopy_latency(
-    setting: &LatencySetting,
-    stop: &(dyn Fn() -> bool + Sync),
-    progress: &mut dyn FnMut(&str),
-) -> Result<LatencyReport, BenchError> {
+pub(crate) fn postcopy_latency(setting: &LatencySetting) -> Result<Output, BenchError> {
     setting.check()?;
-    let began = Instant::now();
     let qemu = setting.qemu.as_deref().map(Qemu::find).transpose();
     let qemu = qemu.map_err(BenchError::Setting)?;
-    let mut report = LatencyReport::new(setting, qemu.as_ref());
+    let mut output = Output::default();
+    if let Some(Qemu { version, .. }) = &qemu {
+        output.notes.push(format!("qemu: QEMU {version}. {QEMU}"));
+    }
     let mut columns = setting.columns.clone();
-    let hosts = hosts(setting, &mut columns, &mut report)?;
-    let _pages = huge_pages(setting, &mut columns, &mut report);
+    let hosts = hosts(setting, &mut columns, &mut output)?;
+    let _pages = huge_pages(setting, &mut columns, &mut output);
     let mut rounds: Vec<Vec<Round>> = vec![Vec::new(); columns.len()];
     for number in 1..=setting.rounds {
         for (column, rounds) in columns.iter().zip(&mut rounds) {
-            progress(&format!(
+            note(&format!(
                 "{}, round {number} of {}",
                 column.name(),
                 setting.rounds
@@ -73,28 +71,26 @@ pub(crate) fn postcopy_latency(
                 hosts: &hosts[&column.congestion],
                 column,
                 qemu: qemu.as_ref(),
-                stop,
             };
             let round = conditions.round();
             // An interrupt of the terminal ends the source too, so the row fails first.
-            if stop() {
+            if is_cancelled() {
                 return Err(BenchError::Cancelled);
             }
             rounds.push(round?);
         }
     }
     for (column, rounds) in columns.iter().zip(&rounds) {
-        report.add(setting, column, rounds);
+        rows::add(&mut output, setting, column, rounds);
     }
-    report.end(began.elapsed());
-    Ok(report)
+    Ok(output)
 }
 
 /// Two hosts for each congestion control. Columns without them are dropped.
 fn hosts(
     setting: &LatencySetting,
     columns: &mut Vec<Column>,
-    report: &mut LatencyReport,
+    output: &mut Output,
 ) -> Result<BTreeMap<String, TwoHosts>, BenchError> {
     let mut hosts = BTreeMap::new();
     let mut refused: BTreeMap<String, pageferry_hosts::Error> = BTreeMap::new();
@@ -117,7 +113,9 @@ fn hosts(
         return Err(why.into());
     }
     for (congestion, why) in refused {
-        report.lacks(congestion, why.to_string());
+        output
+            .notes
+            .push(format!("Not measured: {congestion}: {why}"));
     }
     columns.retain(|column| hosts.contains_key(&column.congestion));
     Ok(hosts)
@@ -128,7 +126,7 @@ fn hosts(
 fn huge_pages(
     setting: &LatencySetting,
     columns: &mut Vec<Column>,
-    report: &mut LatencyReport,
+    output: &mut Output,
 ) -> Option<HugePages> {
     if !columns
         .iter()
@@ -141,7 +139,9 @@ fn huge_pages(
     match taken {
         Ok(pages) => Some(pages),
         Err(why) => {
-            report.lacks("pages of 2 MiB", why);
+            output
+                .notes
+                .push(format!("Not measured: pages of 2 MiB: {why}"));
             columns.retain(|column| column.host_page != HostPage::Size2M);
             None
         }

@@ -6,7 +6,6 @@
 //! The bench's own vCPUs would delay it, so it sleeps only in the gaps before the rows.
 
 use crate::{BenchError, Samples};
-use serde::Serialize;
 use std::time::{Duration, Instant};
 
 /// The sleeps before each row.
@@ -15,7 +14,7 @@ const SLEEPS: u32 = 100;
 const SLEEP: Duration = Duration::from_millis(1);
 
 /// What disturbed a round.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Noise {
     /// The share of all cores' time that others used, in percent.
     pub(crate) others_percent: f64,

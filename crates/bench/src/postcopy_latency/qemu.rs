@@ -33,7 +33,6 @@ impl Conditions<'_> {
             setting,
             hosts,
             column,
-            stop,
             ..
         } = self;
         let program = toucher(
@@ -46,7 +45,14 @@ impl Conditions<'_> {
         let capabilities = ["postcopy-ram", "postcopy-preempt"];
         let on = &capabilities[..if preempt { 2 } else { 1 }];
         let limit = self.limit(setting.memory_bytes);
-        let pair = Pair::start(qemu, hosts, program.program(), on, limit, stop)?;
+        let pair = Pair::start(
+            qemu,
+            hosts,
+            program.program(),
+            on,
+            limit,
+            &crate::is_cancelled,
+        )?;
         let sent_before = hosts.sent_bytes(Host::A)?;
         let traced = pair.postcopy(&Streams::direct(hosts, no_delay))?;
         let sent = hosts.sent_bytes(Host::A)? - sent_before;

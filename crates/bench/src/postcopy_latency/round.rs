@@ -3,12 +3,14 @@
 use super::noise::{Meter, Noise};
 use super::setting::{Column, LatencySetting, Mode};
 use super::stalls::Stalls;
-use crate::BenchError;
 use crate::channels::Channels;
 use crate::error::os;
-use crate::link::{exchanges, receive_by};
-use crate::peer::{Guest, Peer, Role, SourceVm, listen};
+use crate::link::{Pong, exchanges};
+use crate::mover::{Guest, SourceFigures, SourceVm, receive_by};
+use crate::peer::{Part, Peer, listen};
+use crate::{BenchError, is_cancelled};
 use pageferry_hosts::{Host, TwoHosts, netns};
+use pageferry_machine::Delivery;
 use pageferry_migration::{DestinationConfig, DestinationReport, Phase, PlainPolicy};
 use pageferry_testkit::qemu::Qemu;
 use std::net::IpAddr;
@@ -33,7 +35,7 @@ pub(super) struct Measured {
     /// The length of post-copy in seconds. `None` where nothing is pushed.
     pub(super) total_s: Option<f64>,
     /// The delivery of faults. `None`: there is no guest.
-    pub(super) delivery: Option<&'static str>,
+    pub(super) delivery: Option<Delivery>,
 }
 
 /// All rows of a column, measured one after the other.
@@ -57,7 +59,6 @@ pub(super) struct Conditions<'a> {
     pub(super) hosts: &'a TwoHosts,
     pub(super) column: &'a Column,
     pub(super) qemu: Option<&'a Qemu>,
-    pub(super) stop: &'a (dyn Fn() -> bool + Sync),
 }
 
 impl Conditions<'_> {
@@ -110,12 +111,11 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         setting,
         hosts,
         column,
-        stop,
         ..
     } = conditions;
     let memory_bytes = setting.memory_of(column.host_page, mode);
     let tls = setting.tls.clone().filter(|_| column.tls);
-    let role = Role::Source(SourceVm {
+    let source = SourceVm {
         engine: setting.engine_of(column.host_page),
         vcpus: column.vcpus,
         memory_bytes,
@@ -136,20 +136,20 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
             bulk: 1,
             tls: tls.clone(),
         },
-    });
+    };
     let config = DestinationConfig {
         tls: tls.map(Into::into),
         plain: PlainPolicy::Anywhere,
         ..DestinationConfig::default()
     };
     let sent_before = hosts.sent_bytes(Host::A)?;
-    let mut peer = start(setting, hosts, &role)?;
+    let mut peer = start(hosts, &source)?;
     let here = IpAddr::from(hosts.address(Host::B));
     let listener = within(hosts, Host::B, || listen(here))?;
     let deadline = Instant::now() + conditions.limit(memory_bytes);
     let kill = peer.killer();
     let stop = || {
-        if stop() {
+        if is_cancelled() {
             // Or else the source would report a lost destination.
             kill();
             return true;
@@ -163,7 +163,7 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         config,
         &stop,
     )?;
-    peer.figures::<crate::peer::SourceFigures>()?;
+    peer.figures::<SourceFigures>()?;
     let sent = hosts.sent_bytes(Host::A)? - sent_before;
     drop(vm);
     let total_s = (mode != Mode::Idle).then(|| seconds(&report)).flatten();
@@ -176,16 +176,13 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         ),
         link_busy_percent: total_s.map(|seconds| conditions.link_busy_percent(sent, seconds)),
         total_s,
-        delivery: Some(report.delivery.delivery.name()),
+        delivery: Some(report.delivery.delivery),
     })
 }
 
 /// Starts the process of the source's host.
-fn start(setting: &LatencySetting, hosts: &TwoHosts, role: &Role) -> Result<Peer, BenchError> {
-    Peer::start_by(
-        netns::command(hosts.name(Host::A), &setting.executable),
-        role,
-    )
+fn start(hosts: &TwoHosts, part: &impl Part) -> Result<Peer, BenchError> {
+    Peer::start_in(hosts.name(Host::A), part)
 }
 
 /// The length of post-copy.
@@ -200,20 +197,14 @@ fn seconds(report: &DestinationReport) -> Option<f64> {
 
 /// Exchanges bare requests and replies, as many unanswered as there are vCPUs.
 fn floor(conditions: Conditions<'_>) -> Result<Measured, BenchError> {
-    let Conditions {
-        setting,
-        hosts,
-        column,
-        stop,
-        ..
-    } = conditions;
+    let Conditions { hosts, column, .. } = conditions;
     let page_bytes = column.host_page.bytes() as usize;
     let in_flight = column.vcpus as usize;
-    let role = Role::Pong {
+    let pong = Pong {
         host: hosts.address(Host::A).into(),
         page_bytes,
     };
-    let mut peer = start(setting, hosts, &role)?;
+    let mut peer = start(hosts, &pong)?;
     let connection = within(hosts, Host::B, || peer.connect())?;
     let began = Instant::now();
     let (mut warm, mut from) = (0, None);
@@ -225,7 +216,7 @@ fn floor(conditions: Conditions<'_>) -> Result<Measured, BenchError> {
         let enough = from.is_some_and(|from: Instant| {
             from.elapsed() >= FLOOR_TIME && done >= warm + FLOOR_LEAST
         });
-        !enough && !stop()
+        !enough && !is_cancelled()
     })?;
     // Before the connection, or else it would report the loss of that.
     drop(peer);

@@ -6,12 +6,10 @@ use crate::vm::isa_of;
 use pageferry_guest::MemoryMap;
 use pageferry_hosts::Rate;
 use pageferry_machine::{Backing, Engine};
-use serde::Serialize;
 use std::path::PathBuf;
 
 /// A row: the way of a requested page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
     /// Requested pages follow, on the bulk channel, what was sent there before.
     Vanilla,
@@ -94,13 +92,11 @@ pub(super) struct QemuSwitches {
 }
 
 /// The size of the pages behind the guest, at both ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HostPage {
     /// 4 KiB of shared memory.
-    #[serde(rename = "4k")]
     Size4K,
     /// 2 MiB of the pool of huge pages. Only KVM maps such a page whole.
-    #[serde(rename = "2m")]
     Size2M,
 }
 
@@ -129,7 +125,7 @@ impl HostPage {
 }
 
 /// The conditions under which all rows are measured.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Column {
     /// The size of the pages behind the guest.
     pub(crate) host_page: HostPage,
@@ -159,8 +155,6 @@ impl Column {
 /// The settings of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct LatencySetting {
-    /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
-    pub(crate) executable: PathBuf,
     /// The engine of guests on pages of 4 KiB. Guests on pages of 2 MiB run on KVM.
     pub(crate) engine: Engine,
     /// The columns.
@@ -275,7 +269,6 @@ mod tests {
         let congestion = ["cubic".to_owned(), "bbr".to_owned()];
         let pages = [HostPage::Size4K, HostPage::Size2M];
         LatencySetting {
-            executable: PathBuf::new(),
             engine: Engine::Soft,
             columns: LatencySetting::columns(&pages, &[1, 16], &[false], &congestion),
             rate: Rate::mbit(1000),

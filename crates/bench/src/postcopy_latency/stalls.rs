@@ -1,17 +1,6 @@
 //! The stalls of one row in one round.
 
-use serde::Serialize;
-
-/// One bar of a histogram of powers of two.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct LogBucket {
-    /// The lower end, included, in microseconds.
-    pub(crate) from_us: u64,
-    /// The upper end, not included, in microseconds.
-    pub(crate) to_us: u64,
-    /// The number of stalls in this range.
-    pub(crate) count: u64,
-}
+use pageferry_charts::Bucket;
 
 /// The summary of stalls, in microseconds. Without stalls all values are 0.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -76,7 +65,7 @@ fn quantile(times: &[(u64, u64)], count: u64, q: f64) -> u64 {
 }
 
 /// The bars of several rounds together, from the first that has stalls to the last.
-pub(super) fn buckets<'a>(of: impl Iterator<Item = &'a Stalls>) -> Vec<LogBucket> {
+pub(super) fn buckets<'a>(of: impl Iterator<Item = &'a Stalls>) -> Vec<Bucket> {
     let mut all: Vec<u64> = Vec::new();
     for stalls in of {
         all.resize(all.len().max(stalls.logs.len()), 0);
@@ -84,9 +73,10 @@ pub(super) fn buckets<'a>(of: impl Iterator<Item = &'a Stalls>) -> Vec<LogBucket
             .zip(&stalls.logs)
             .for_each(|(sum, more)| *sum += more);
     }
-    let bars = all.into_iter().enumerate().map(|(at, count)| LogBucket {
-        from_us: if at == 0 { 0 } else { 1 << (at - 1) },
-        to_us: 1 << at,
+    let bars = all.into_iter().enumerate().map(|(at, count)| Bucket {
+        // The first is below 1 us, and a logarithmic axis has no 0.
+        from_us: 2f64.powi(at as i32 - 1),
+        to_us: 2f64.powi(at as i32),
         count,
     });
     bars.skip_while(|bar| bar.count == 0).collect()
@@ -124,15 +114,18 @@ mod tests {
         let two = Stalls::of([(4_096_000, 5)]);
         let bars = buckets([&one, &two].into_iter());
         assert_eq!(bars.len(), 14);
-        let bar = |from_us, to_us, count| LogBucket {
+        let bar = |from_us, to_us, count| Bucket {
             from_us,
             to_us,
             count,
         };
-        assert_eq!(bars[..3], [bar(0, 1, 1), bar(1, 2, 5), bar(2, 4, 4)]);
-        assert_eq!(bars[13], bar(4096, 8192, 5));
+        assert_eq!(
+            bars[..3],
+            [bar(0.5, 1.0, 1), bar(1.0, 2.0, 5), bar(2.0, 4.0, 4)]
+        );
+        assert_eq!(bars[13], bar(4096.0, 8192.0, 5));
         let only = buckets([&two].into_iter());
-        assert_eq!(only, [bar(4096, 8192, 5)]);
+        assert_eq!(only, [bar(4096.0, 8192.0, 5)]);
         assert!(buckets(std::iter::empty()).is_empty());
     }
 }

@@ -4,11 +4,11 @@ use super::noise::Noise;
 use super::round::{Measured, Round};
 use super::setting::{Column, Mode};
 use super::stalls::Stalls;
-use super::{HostPage, LatencyReport, LatencySetting, page};
+use super::{HostPage, LatencySetting, rows};
+use crate::output::Output;
+use crate::row::Row;
 use pageferry_hosts::Rate;
-use pageferry_machine::Engine;
-use std::path::PathBuf;
-use std::time::Duration;
+use pageferry_machine::{Delivery, Engine};
 
 fn column(vcpus: u32, host_page: HostPage) -> Column {
     Column {
@@ -21,7 +21,6 @@ fn column(vcpus: u32, host_page: HostPage) -> Column {
 
 fn setting(rate: Rate) -> LatencySetting {
     LatencySetting {
-        executable: PathBuf::new(),
         engine: Engine::Soft,
         columns: Vec::new(),
         rate,
@@ -32,12 +31,20 @@ fn setting(rate: Rate) -> LatencySetting {
     }
 }
 
-/// The report of one column.
-fn reported(rate: Rate, column: &Column, rounds: &[Round]) -> LatencyReport {
-    let setting = setting(rate);
-    let mut report = LatencyReport::new(&setting, None);
-    report.add(&setting, column, rounds);
-    report
+/// The output of one column.
+fn reported(rate: Rate, column: &Column, rounds: &[Round]) -> Output {
+    let mut output = Output::default();
+    rows::add(&mut output, &setting(rate), column, rounds);
+    output
+}
+
+/// The rows of a mode in a case, without those of aims.
+fn plain<'a>(output: &'a Output, case: &'a str, mode: &'a str) -> impl Iterator<Item = &'a Row> {
+    let of = output
+        .rows
+        .iter()
+        .filter(move |row| row.case == case && row.target.is_none());
+    of.filter(move |row| row.subject.starts_with(mode))
 }
 
 /// A row whose stalls all last as long.
@@ -46,7 +53,7 @@ fn row(us: u64, pushed: Option<(f64, f64)>) -> Measured {
         stalls: Stalls::of([(us * 1000, 10)]),
         link_busy_percent: pushed.map(|pushed| pushed.0),
         total_s: pushed.map(|pushed| pushed.1),
-        delivery: Some("exit"),
+        delivery: Some(Delivery::Exit),
     }
 }
 
@@ -67,9 +74,9 @@ fn round(preempt_us: u64, others_percent: f64) -> Round {
 }
 
 fn verdicts(column: &Column, rounds: &[Round]) -> Vec<Option<bool>> {
-    let report = reported(Rate::mbit(1000), column, rounds);
-    let verdicts = &report.columns[0].verdicts;
-    verdicts.iter().map(|aim| aim.met).collect()
+    let output = reported(Rate::mbit(1000), column, rounds);
+    let aims = output.rows.iter().filter(|row| row.target.is_some());
+    aims.map(|row| row.met).collect()
 }
 
 #[test]
@@ -91,23 +98,26 @@ fn too_few_quiet_rounds_give_no_verdict_and_show_all_rounds() {
     let one = column(1, HostPage::Size4K);
     let rounds = [vec![round(200, 2.0); 4], vec![round(300, 40.0); 5]].concat();
     assert_eq!(verdicts(&one, &rounds), [None; 7]);
-    let report = reported(Rate::mbit(1000), &one, &rounds);
-    let shown = &report.columns[0];
-    assert!(shown.noisy);
-    assert_eq!(shown.counted(), 4);
-    assert_eq!(shown.rows[1].mean_us.samples, 9);
-    assert_eq!(shown.rows[1].stalls, 90);
-    assert!(report.to_string().contains("not measured"), "{report}");
+    let output = reported(Rate::mbit(1000), &one, &rounds);
+    let mean = plain(&output, "latency.mean", "preempt")
+        .next()
+        .expect("a row");
+    assert_eq!(mean.samples, 9);
+    assert!(
+        output.notes[0].contains("4 of 9 rounds count, too few"),
+        "{:?}",
+        output.notes
+    );
 }
 
 #[test]
 fn noisy_rounds_are_left_out_of_the_figures() {
     let rounds = [vec![round(200, 2.0); 5], vec![round(900, 11.0); 4]].concat();
-    let report = reported(Rate::mbit(1000), &column(1, HostPage::Size4K), &rounds);
-    let shown = &report.columns[0];
-    assert!(!shown.noisy);
-    assert_eq!(shown.rows[1].mean_us.max, 200.0);
-    assert_eq!(shown.rounds.len(), 9);
+    let output = reported(Rate::mbit(1000), &column(1, HostPage::Size4K), &rounds);
+    let mean = plain(&output, "latency.mean", "preempt")
+        .next()
+        .expect("a row");
+    assert_eq!((mean.max, mean.samples), (200.0, 5));
 }
 
 #[test]
@@ -120,36 +130,28 @@ fn each_column_has_the_aims_of_its_conditions() {
     assert_eq!(count(4, HostPage::Size4K), 0);
     let one = column(1, HostPage::Size4K);
     let slow = reported(Rate::mbit(100), &one, &vec![round(1, 0.0); 9]);
-    assert!(slow.columns[0].verdicts.is_empty(), "they are for 1 Gbit/s");
+    assert!(
+        slow.rows.iter().all(|row| row.target.is_none()),
+        "they are for 1 Gbit/s"
+    );
 }
 
 #[test]
-fn the_text_and_the_page_have_every_row_and_its_histogram() {
+fn every_mode_has_its_rows_and_its_histogram() {
     let rounds = vec![round(200, 2.0); 5];
-    let mut report = reported(Rate::mbit(1000), &column(1, HostPage::Size4K), &rounds);
-    report.lacks("pages of 2 MiB", "there is no pool");
-    report.end(Duration::from_secs(3));
-    let text = report.to_string();
-    for shown in [
-        "4 KiB pages, 1 vCPU, plain, cubic",
-        "vanilla",
-        "preempt",
-        "idle",
-        "floor",
-        "45.0 x",
-        "5 of 5",
-        "94.0 %",
-        "2.10 s",
-        "   128 .. 256          50 ####",
-        "    8K .. 16K",
-        "met",
-        "Not measured: pages of 2 MiB: there is no pool.",
-    ] {
-        assert!(text.contains(shown), "no '{shown}' in\n{text}");
+    let output = reported(Rate::mbit(1000), &column(1, HostPage::Size4K), &rounds);
+    for mode in ["vanilla", "preempt", "idle", "floor"] {
+        let rows = plain(&output, "latency.p99", mode);
+        assert_eq!(rows.count(), 1, "{mode}");
     }
-    let html = page(&report).expect("a page");
-    assert_eq!(html.matches("<svg").count(), 5);
-    assert!(html.contains("p99 200 us") && !html.contains("<script"));
+    let total = plain(&output, "latency.total", "preempt")
+        .next()
+        .expect("a row");
+    assert_eq!(total.figure(), "2.10 s");
+    assert_eq!(plain(&output, "latency.total", "idle").count(), 0);
+    assert_eq!(output.charts.len(), 5);
+    let preempt = output.charts[1].1.as_ref().expect("a chart");
+    assert!(preempt.contains("p99 200 us"), "{preempt}");
 }
 
 #[test]
@@ -171,6 +173,9 @@ fn qemu_has_rows_and_verdicts_where_it_was_measured() {
     // QEMU with shorter stalls, none above 2 ms.
     let behind = verdicts(&one, &vec![beside(100); 5]);
     assert_eq!(behind.iter().filter(|met| **met == Some(false)).count(), 2);
-    let text = reported(Rate::mbit(1000), &one, &vec![beside(3000); 5]).to_string();
-    assert!(text.contains("qemu preempt nodelay"), "{text}");
+    let output = reported(Rate::mbit(1000), &one, &vec![beside(3000); 5]);
+    assert_eq!(
+        plain(&output, "latency.mean", "qemu preempt nodelay").count(),
+        1
+    );
 }

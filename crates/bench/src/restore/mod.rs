@@ -28,8 +28,8 @@ pub(crate) use restart::Restarted;
 pub(crate) use vmm::{Memory, Restored};
 
 use crate::error::{os, scratch};
-use crate::peer::{Peer, Role};
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
+use crate::peer::Peer;
+use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
 use pageferry_pager::{
     Format, Mount, MountFile, MountFileStatus, MountSettings, Name, Owner, Pager, Restore,
     Settings, Stores, VmStatus, open_source,
@@ -136,27 +136,22 @@ fn reads(mount: &Mount) -> u64 {
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn restore(
-    setting: &Setting,
-    sizes: &RestoreSizes,
-    progress: &mut dyn FnMut(&str),
-) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn restore(setting: &Setting, sizes: &RestoreSizes) -> Result<Vec<Row>, BenchError> {
     let scratch = scratch()?;
-    progress("writing a memory file");
+    note("writing a memory file");
     let memory = scratch.path().join("memory");
     write_memory(&memory, sizes.memory).map_err(os("cannot write a memory file"))?;
     let remote = Remote::start(&memory)?;
     let ways = match remote {
         Some(_) => WAYS.len(),
         None => {
-            progress("two hosts need root and iproute2: there is no peer");
+            note("two hosts need root and iproute2: there is no peer");
             LOCAL_WAYS
         }
     };
     let mut all: Vec<Figures> = (0..ways).map(|_| Figures::default()).collect();
     let file = File::open(&memory).map_err(os("the memory file"))?;
     let one = |cold| One {
-        setting,
         sizes,
         scratch: scratch.path(),
         memory: &memory,
@@ -164,11 +159,11 @@ pub(crate) fn restore(
         remote: remote.as_ref(),
         cold,
     };
-    progress("recording the working set");
+    note("recording the working set");
     one(false).measure(Way::Record)?;
     let mounted = one(false).mount();
     if let Err(why) = &mounted {
-        progress(&format!("no mount is measured: {why}"));
+        note(&format!("no mount is measured: {why}"));
     }
     let may_mount = mounted.is_ok();
     drop(mounted);
@@ -181,7 +176,7 @@ pub(crate) fn restore(
             if !is_possible(way) {
                 continue;
             }
-            progress(&format!(
+            note(&format!(
                 "{}, round {round} of {}",
                 subject(way, cold),
                 setting.repeat
@@ -198,14 +193,9 @@ pub(crate) fn restore(
     }
     let mut rows = rows(sizes, &all, &transfer);
     let file = (&*memory, sizes.memory);
-    rows.extend(background::measure(
-        setting,
-        scratch.path(),
-        file,
-        progress,
-    )?);
-    rows.extend(packed::measure(setting, sizes, scratch.path(), progress)?);
-    rows.extend(restart::measure(setting, scratch.path(), progress)?);
+    rows.extend(background::measure(setting, scratch.path(), file)?);
+    rows.extend(packed::measure(setting, sizes, scratch.path())?);
+    rows.extend(restart::measure(setting, scratch.path())?);
     Ok(rows)
 }
 
@@ -235,25 +225,25 @@ fn rows(sizes: &RestoreSizes, all: &[Figures], transfer: &Samples) -> Vec<Row> {
                     subject(Way::Plain, false),
                     of(Way::Plain, false).ms.median(),
                 )
-                .aiming_at("<= 0.67 x the plain handler", Bound::RatioAtMost(0.67)),
+                .aiming_at(Bound::RatioAtMost(0.67)),
             (Way::Replay, false) => time
                 .against(subject(Way::Mapping, false), warm)
-                .aiming_at("<= 1.3 x the warm mapping", Bound::RatioAtMost(1.3)),
+                .aiming_at(Bound::RatioAtMost(1.3)),
             (Way::Pager | Way::Replay, true) => time
                 .against(
                     subject(Way::Mapping, true),
                     of(Way::Mapping, true).ms.median(),
                 )
-                .aiming_at("<= 1 x the cold mapping", Bound::RatioAtMost(1.0)),
+                .aiming_at(Bound::RatioAtMost(1.0)),
             (Way::FarReplay, _) => time
                 .against("transfer of its blocks by 64 threads", transfer.median())
-                .aiming_at("<= 1.2 x the bare transfer", Bound::RatioAtMost(1.2)),
+                .aiming_at(Bound::RatioAtMost(1.2)),
             (Way::Far, _) => time
                 .against(
                     subject(Way::FarReplay, false),
                     of(Way::FarReplay, false).ms.median(),
                 )
-                .aiming_at(">= 5 x the replay", Bound::RatioAtLeast(5.0)),
+                .aiming_at(Bound::RatioAtLeast(5.0)),
             (Way::Peer | Way::PeerReplay, _) => time.against(
                 "the working set at 1 Gbit/s",
                 sizes.working_set as f64 * 8e3 / remote::BITS as f64,
@@ -267,7 +257,7 @@ fn rows(sizes: &RestoreSizes, all: &[Figures], transfer: &Samples) -> Vec<Row> {
                 subject(Way::Plain, false),
                 of(Way::Plain, false).p99_us.median(),
             )
-            .aiming_at("<= 1 x the plain handler", Bound::RatioAtMost(1.0))
+            .aiming_at(Bound::RatioAtMost(1.0))
         } else {
             p99
         });
@@ -278,7 +268,7 @@ fn rows(sizes: &RestoreSizes, all: &[Figures], transfer: &Samples) -> Vec<Row> {
                     subject(Way::Mapping, false),
                     of(Way::Mapping, false).private.median(),
                 )
-                .aiming_at("<= 1.05 x the warm mapping", Bound::RatioAtMost(1.05)),
+                .aiming_at(Bound::RatioAtMost(1.05)),
             _ => private,
         });
         if !figures.faults.is_empty() {
@@ -305,7 +295,6 @@ fn write_memory(path: &Path, bytes: u64) -> std::io::Result<()> {
 
 /// One restore.
 struct One<'a> {
-    setting: &'a Setting,
     sizes: &'a RestoreSizes,
     scratch: &'a Path,
     memory: &'a Path,
@@ -407,12 +396,11 @@ impl One<'_> {
 
     /// Starts a VMM, lets it touch its working set, and ends it.
     fn touch(&self, memory: Memory) -> Result<Touched, BenchError> {
-        let role = Role::Restored(Restored {
+        let mut vmm = Peer::start(&Restored {
             memory,
             bytes: self.sizes.memory,
             working_set: self.sizes.working_set,
-        });
-        let mut vmm = Peer::start(self.setting, &role)?;
+        })?;
         let ready = vmm.next_line()?;
         if ready != "ready" {
             return Err(BenchError::Peer(format!("'{ready}': expected 'ready'")));

@@ -2,7 +2,7 @@
 
 use super::vmm::Restored;
 use crate::BenchError;
-use crate::peer::{Peer, read_line, send, send_line};
+use crate::peer::{Part, Peer, read_line, send, send_line};
 use pageferry_addr::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -26,10 +26,12 @@ pub(crate) struct Touches {
     pub(super) longest: Duration,
 }
 
-impl Paced {
+impl Part for Paced {
+    const NAME: &'static str = "paced";
+
     /// Plays the VMM: it touches pages until a second line comes. Touches before the first line do
     /// not count.
-    pub(crate) fn play(&self) -> Result<(), BenchError> {
+    fn play(&self) -> Result<(), BenchError> {
         let (touch, _held) = self.vm.held()?;
         send_line("ready")?;
         let (asked, end) = std::sync::mpsc::channel();

@@ -4,6 +4,7 @@
 
 use crate::BenchError;
 use crate::error::os;
+use crate::peer::{Part, kib_of, read_line, send, send_line};
 use pageferry_addr::{Hva, PAGE_SIZE};
 use pageferry_pager::{Region, connect};
 use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd};
@@ -133,10 +134,7 @@ impl Restored {
 
     /// Plays the VMM to its end: maps its memory, waits for `go`, connects, and touches the working
     /// set.
-    pub(crate) fn play(
-        &self,
-        go: impl FnOnce() -> Result<(), BenchError>,
-    ) -> Result<Touched, BenchError> {
+    fn touched(&self, go: impl FnOnce() -> Result<(), BenchError>) -> Result<Touched, BenchError> {
         let (base, uffd) = self.map()?;
         let set = working_set(self.bytes, self.working_set);
         let start = Barrier::new(THREADS + 1);
@@ -193,6 +191,17 @@ impl Restored {
     }
 }
 
+impl Part for Restored {
+    const NAME: &'static str = "restored";
+
+    fn play(&self) -> Result<(), BenchError> {
+        send(&self.touched(|| {
+            send_line("ready")?;
+            read_line().map(drop)
+        })?)
+    }
+}
+
 /// The pages of the working set in the order of their touches: runs of 1 to 16 pages at random
 /// places, the same for every VM.
 pub(super) fn working_set(bytes: u64, working_set: u64) -> Vec<u64> {
@@ -213,12 +222,6 @@ pub(super) fn working_set(bytes: u64, working_set: u64) -> Vec<u64> {
 }
 
 fn private_bytes() -> Result<u64, BenchError> {
-    let rollup = std::fs::read_to_string("/proc/self/smaps_rollup");
-    let rollup = rollup.map_err(os("cannot read /proc/self/smaps_rollup"))?;
-    let kib = |name: &str| {
-        let line = rollup.lines().find_map(|line| line.strip_prefix(name));
-        line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok())
-    };
     // Clean pages of a mapped file are the page cache's, and all VMs of the snapshot share them.
-    Ok(kib("Anonymous:").unwrap_or(0) << 10)
+    Ok(kib_of("/proc/self/smaps_rollup", &["Anonymous:"])? << 10)
 }

@@ -3,8 +3,8 @@
 //! The other thread runs before the work begins. It has ended when the call returns, even by a
 //! panic.
 
-use crate::clock;
 use crate::kit::{CacheLine, Random};
+use crate::schemes::per_operation;
 use crate::slots::input::{KEYS, Keys, PlainSlot, SlotSet};
 use crate::slots::scheme::{ByGfn, Change, Reader};
 use pageferry_addr::Gfn;
@@ -182,7 +182,7 @@ pub(crate) fn line_transfer(overhead: Duration) -> Option<f64> {
                 there.store(word, Ordering::Release);
                 while back.load(Ordering::Acquire) != word {}
             }
-            samples.push(clock::per_operation(start.elapsed(), overhead, 2 * TRIPS));
+            samples.push(per_operation(start.elapsed(), overhead, 2 * TRIPS));
         }
         samples.sort_unstable_by(f64::total_cmp);
         Some(samples[samples.len() / 2])

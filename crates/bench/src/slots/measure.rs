@@ -1,10 +1,10 @@
 //! The measurement of one scheme.
 
-use crate::clock::{self, Sampler};
-use crate::run::{self, Comparison, Sample, Subject, Wrong};
+use crate::schemes::{self, Comparison, Sample, Subject, Wrong};
+use crate::schemes::{Sampler, per_operation};
 use crate::slots::Operation;
 use crate::slots::background::{Order, beside_reader, beside_running_writer, beside_writer};
-use crate::slots::input::{Keys, PlainSlot, SlotSet};
+use crate::slots::input::{KEYS, Keys, PlainSlot, SlotSet};
 use crate::slots::scheme::{ByGfn, Change, Lookup, Payload, Reader, Scheme, SortedKeys};
 use pageferry_addr::Gfn;
 use std::cell::Cell;
@@ -30,7 +30,7 @@ impl Comparison for Input {
     const STEPS: &'static [Operation] = &Operation::STEPS;
 }
 
-type Sink<'a> = run::Sink<'a, Operation>;
+type Sink<'a> = schemes::Sink<'a, Operation>;
 
 /// The largest number of changes that are timed together.
 const BATCH: usize = 16;
@@ -118,7 +118,7 @@ impl<S: Change> Measured<S> {
             samples.push((deleted, start.elapsed(), slots.len()));
         });
         for (deleted, added, count) in samples {
-            let each = |spent| clock::per_operation(spent, input.sampler.overhead, count);
+            let each = |spent| per_operation(spent, input.sampler.overhead, count);
             sink(Sample::new(Operation::Delete, each(deleted)));
             sink(Sample::new(Operation::Add, each(added)));
         }
@@ -135,7 +135,7 @@ impl<S: Change> Measured<S> {
                 last.set((Instant::now(), writer.done()));
             };
             let look_up = |key: usize| reader.hold().by_gfn(keys.gfns[key]);
-            input.sampler.look_ups(meet, look_up, |cost| {
+            input.sampler.look_ups::<KEYS, _>(meet, look_up, |cost| {
                 let (then, before) = last.replace((Instant::now(), writer.done()));
                 let (now, after) = last.get();
                 chunks.push((cost, (after - before) as f64 / (now - then).as_secs_f64()));
@@ -150,7 +150,7 @@ impl<S: Change> Measured<S> {
         rates.sort_unstable_by(f64::total_cmp);
         if let Some(median) = rates.get(rates.len() / 2) {
             let rate = if slow { rate } else { *median };
-            sink(Sample::new(Operation::WriterRate, rate / 1e3));
+            sink(Sample::new(Operation::WriterRate, rate));
         }
     }
 
@@ -171,7 +171,7 @@ impl<S: Change> Measured<S> {
             samples.push((start.elapsed(), slots.len()));
         });
         for (spent, count) in samples {
-            let each = clock::per_operation(spent, input.sampler.overhead, count);
+            let each = per_operation(spent, input.sampler.overhead, count);
             sink(Sample::new(Operation::Move, each));
         }
     }
@@ -200,7 +200,7 @@ where
                     });
                     frames
                 };
-                sampler.look_ups(|| (), look_up, |cost| sink(Sample::new(step, cost)));
+                sampler.look_ups::<KEYS, _>(|| (), look_up, |cost| sink(Sample::new(step, cost)));
             }
             Operation::FirstByHva => {
                 let look_up = |key: usize| {
@@ -211,12 +211,16 @@ where
                     });
                     first
                 };
-                sampler.look_ups(|| (), look_up, |cost| sink(Sample::new(step, cost)));
+                sampler.look_ups::<KEYS, _>(|| (), look_up, |cost| sink(Sample::new(step, cost)));
             }
             Operation::ById => {
                 if <<S::Reader as Reader>::Held<'_> as Lookup>::HAS_IDS {
                     let look_up = |key: usize| reader.hold().by_id(keys.ids[key]);
-                    sampler.look_ups(|| (), look_up, |cost| sink(Sample::new(step, cost)));
+                    sampler.look_ups::<KEYS, _>(
+                        || (),
+                        look_up,
+                        |cost| sink(Sample::new(step, cost)),
+                    );
                 }
             }
             Operation::Add | Operation::Delete => self.add_and_delete(input, sink),
@@ -238,18 +242,18 @@ fn by_gfn<R: Reader>(mut reader: R, step: Operation, input: &Input, sink: Sink<'
     let sink = |cost| sink(Sample::new(step, cost));
     match step {
         Operation::ByGfn => {
-            sampler.look_ups(|| (), |key| reader.hold().by_gfn(keys.gfns[key]), sink);
+            sampler.look_ups::<KEYS, _>(|| (), |key| reader.hold().by_gfn(keys.gfns[key]), sink);
         }
         Operation::Again => {
-            sampler.look_ups(|| (), |key| reader.hold().by_gfn(keys.same[key]), sink);
+            sampler.look_ups::<KEYS, _>(|| (), |key| reader.hold().by_gfn(keys.same[key]), sink);
         }
         Operation::ByGfnHeld => {
             let held = reader.hold();
-            sampler.look_ups(|| (), |key| held.by_gfn(keys.gfns[key]), sink);
+            sampler.look_ups::<KEYS, _>(|| (), |key| held.by_gfn(keys.gfns[key]), sink);
         }
         Operation::AgainHeld => {
             let held = reader.hold();
-            sampler.look_ups(|| (), |key| held.by_gfn(keys.same[key]), sink);
+            sampler.look_ups::<KEYS, _>(|| (), |key| held.by_gfn(keys.same[key]), sink);
         }
         _ => {}
     }

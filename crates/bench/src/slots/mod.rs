@@ -9,18 +9,14 @@
 //! batches of 16 while another thread looks up.
 
 mod background;
-mod bounds;
 mod host;
 mod input;
 mod measure;
 mod operation;
-mod report;
 mod run;
 pub(crate) mod scheme;
 
 pub(crate) use host::RESERVED_BYTES;
-pub(crate) use input::KEYS;
 pub(crate) use input::SlotSet;
-pub(crate) use operation::Operation;
-pub(crate) use report::Report;
+use operation::Operation;
 pub(crate) use run::{Config, run};

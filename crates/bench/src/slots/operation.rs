@@ -2,11 +2,10 @@
 //!
 //! An operation with two threads has no figure if the two never ran at once, as on one core.
 
-use serde::Serialize;
+use crate::schemes;
 
 /// One operation on a map of slots.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Operation {
     /// All slots are added to an empty map one by one. Readers see each of them. In milliseconds
     /// for all.
@@ -35,12 +34,12 @@ pub(crate) enum Operation {
     Move,
     /// As [`Self::ByGfn`], while another thread deletes, adds and moves slots at full speed.
     BesideWriter,
-    /// The changes of that thread, in thousands per second.
+    /// The changes of that thread.
     WriterRate,
 }
 
 impl Operation {
-    /// All operations, in the order of the table's columns.
+    /// All operations.
     pub(crate) const ALL: [Self; 13] = [
         Self::SetUp,
         Self::ByGfn,
@@ -56,25 +55,6 @@ impl Operation {
         Self::BesideWriter,
         Self::WriterRate,
     ];
-
-    /// A heading of at most seven characters.
-    pub(crate) const fn heading(self) -> &'static str {
-        match self {
-            Self::SetUp => "set-up",
-            Self::ByGfn => "gfn",
-            Self::ByGfnHeld => "held",
-            Self::Again => "again",
-            Self::AgainHeld => "held",
-            Self::ByHva => "hva",
-            Self::FirstByHva => "first",
-            Self::ById => "id",
-            Self::Add => "add",
-            Self::Delete => "delete",
-            Self::Move => "move",
-            Self::BesideWriter => "busy",
-            Self::WriterRate => "writer",
-        }
-    }
 
     /// The steps of a round. [`Self::Add`] also measures [`Self::Delete`], and
     /// [`Self::BesideWriter`] also measures [`Self::WriterRate`].
@@ -93,36 +73,33 @@ impl Operation {
     ];
 }
 
-impl crate::Operation for Operation {
-    fn name(self) -> &'static str {
+impl schemes::Operation for Operation {
+    fn case(self) -> &'static str {
         match self {
-            Self::SetUp => "set-up",
-            Self::ByGfn => "look-up by gfn",
-            Self::ByGfnHeld => "look-up by gfn, guard held",
-            Self::Again => "look-up in the same slot",
-            Self::AgainHeld => "look-up in the same slot, guard held",
-            Self::ByHva => "look-up by hva",
-            Self::FirstByHva => "look-up by hva, first only",
-            Self::ById => "look-up by id",
-            Self::Add => "add",
-            Self::Delete => "delete",
-            Self::Move => "move",
-            Self::BesideWriter => "look-up while another thread writes",
-            Self::WriterRate => "changes of that writer",
+            Self::SetUp => "slots.set_up",
+            Self::ByGfn => "slots.by_gfn",
+            Self::ByGfnHeld => "slots.by_gfn_held",
+            Self::Again => "slots.again",
+            Self::AgainHeld => "slots.again_held",
+            Self::ByHva => "slots.by_hva",
+            Self::FirstByHva => "slots.first_by_hva",
+            Self::ById => "slots.by_id",
+            Self::Add => "slots.add",
+            Self::Delete => "slots.delete",
+            Self::Move => "slots.move",
+            Self::BesideWriter => "slots.beside_writer",
+            Self::WriterRate => "slots.writer_rate",
         }
     }
 
     fn unit(self) -> &'static str {
         match self {
             Self::SetUp => "ms",
-            Self::WriterRate => "k/s",
+            Self::WriterRate => "changes/s",
             _ => "ns",
         }
     }
 
-    fn threads(self) -> u32 {
-        // The other thread of a change only reads. If it does not run, the changing thread notices
-        // and gives no sample.
-        1
-    }
+    // The other thread of a change only reads. If it does not run, the changing thread notices and
+    // gives no sample. So every operation counts as one of one thread.
 }

@@ -1,16 +1,19 @@
 //! A run: every number of slots, every operation and every scheme, round by round.
 
-use super::Report;
+use super::Operation;
 use super::background::{self, Order};
 use super::host;
 use super::input::{Keys, SlotSet};
 use super::measure::{Input, Measured};
+use super::scheme::Scheme;
 use super::scheme::{
     ArcSwapArray, ArcSwapImbl, ArrayCopy, Floor, LockedTree, Memslots, RecordFloor, VmMemory,
 };
-use crate::clock::{self, Sampler};
-use crate::run::{Rounds, RunError, Subjects, measure};
-use std::time::{Duration, Instant};
+use crate::kit::Samples;
+use crate::note;
+use crate::row::{Bound, Conditions, Row};
+use crate::schemes::{Aim, Figures, Rounds, RunError, Sampler, Subjects, clock_overhead, measure};
+use std::time::Duration;
 
 /// The settings of a run.
 #[derive(Clone, Debug)]
@@ -46,14 +49,14 @@ impl Config {
     }
 }
 
-/// Measures all schemes, and reports to `progress`.
+/// Measures all schemes.
 ///
 /// Each round measures every operation once. For each operation the schemes take turns, so that a
 /// disturbance of the machine affects all of them.
 ///
 /// # Errors
 /// If `config` cannot be measured, or the system refuses address space.
-pub(crate) fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, RunError> {
+pub(crate) fn run(config: &Config) -> Result<Vec<Row>, RunError> {
     if config.sizes.is_empty() || config.rounds == 0 {
         return Err(RunError::Nothing);
     }
@@ -62,8 +65,8 @@ pub(crate) fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Rep
         return Err(RunError::Slots(size));
     }
     let base = host::base().ok_or(RunError::AddressSpace)?;
-    let (start, overhead) = (Instant::now(), clock::overhead());
-    let (mut figures, mut transfers) = (Vec::new(), Vec::new());
+    let overhead = clock_overhead();
+    let (mut rows, mut transfers) = (Vec::new(), Samples::default());
     for &slots in &config.sizes {
         let set = SlotSet::new(slots, base, u64::from(slots));
         let input = Input {
@@ -75,22 +78,71 @@ pub(crate) fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Rep
                 overhead,
             },
         };
-        progress(&format!("{slots} slots: setting up"));
+        note(&format!("{slots} slots: setting up"));
         let rounds = Rounds {
             counted: config.rounds,
             warm_up: false,
         };
         let begin = |round: &str| {
-            progress(&format!("{slots} slots: {round}"));
-            transfers.extend(background::line_transfer(overhead));
+            note(&format!("{slots} slots: {round}"));
+            if let Some(ns) = background::line_transfer(overhead) {
+                transfers.push(ns);
+            }
         };
         let mut subjects = subjects(&input.set);
-        figures.extend(measure(&input, &mut subjects, Some(slots), rounds, begin)?);
+        let figures = measure(&input, &mut subjects, Some(slots), rounds, begin)?;
+        rows.extend(figures.rows(NOTE));
+        rows.extend(judge(
+            &figures,
+            slots,
+            config.sizes.iter().max() == Some(&slots),
+        ));
     }
-    Ok(Report::new(figures, transfers, start.elapsed()))
+    if !transfers.is_empty() {
+        let note = "from core to core; all figures with two threads depend on it";
+        let how = Conditions::here(0, 0, note);
+        rows.push(transfers.row("slots.line_transfer", "a cache line", "ns", how));
+    }
+    Ok(rows)
 }
 
-/// All schemes with the slots of `set`, in the order of the table's rows.
+/// The conditions of all figures.
+const NOTE: &str = "held: inside one guard; first: one slot only; add, delete, move: while another \
+                    thread looks up frames; beside_writer: by gfn while another thread writes";
+
+/// The aims at the largest number of slots. Both floors of a look-up count: one returns an address,
+/// the other a record, as ours does. A floor has no protection, so its plain look-up is the
+/// baseline of both operations.
+const AIMS: [Aim<Operation>; 12] = {
+    use Bound::AtMost;
+    use Operation::{Add, AgainHeld, BesideWriter, ByGfn, ByGfnHeld, ByHva, Delete, Move, SetUp};
+    [
+        Aim::beside(ByGfn, 1.3, Floor::NAME, ByGfn),
+        Aim::beside(ByGfnHeld, 1.3, Floor::NAME, ByGfn),
+        Aim::beside(ByGfn, 1.3, RecordFloor::NAME, ByGfn),
+        Aim::beside(ByGfnHeld, 1.3, RecordFloor::NAME, ByGfn),
+        Aim::of(AgainHeld, AtMost(2.0)),
+        Aim::of(ByHva, AtMost(150.0)),
+        Aim::of(Add, AtMost(500.0)),
+        Aim::of(Delete, AtMost(800.0)),
+        Aim::of(Move, AtMost(800.0)),
+        Aim::of(SetUp, AtMost(12.0)),
+        Aim::of(BesideWriter, AtMost(100.0)),
+        Aim::beside(BesideWriter, 2.5, Memslots::NAME, ByGfn),
+    ]
+};
+
+/// The rows of our aims. At any number of slots, no operation may lose to vm-memory's.
+fn judge(figures: &Figures<Operation>, slots: u32, is_largest: bool) -> Vec<Row> {
+    let operations = Operation::ALL
+        .into_iter()
+        .filter(|one| *one != Operation::WriterRate);
+    let beside = operations.map(|one| Aim::beside(one, 1.05, VmMemory::NAME, one));
+    let aims = beside.chain(is_largest.then_some(AIMS).into_iter().flatten());
+    figures.judge(Memslots::NAME, Some(slots), aims, NOTE)
+}
+
+/// All schemes with the slots of `set`, in the order of the rows.
 fn subjects(set: &SlotSet) -> Subjects<Input> {
     vec![
         Box::new(Floor::new(set.slots())),
@@ -106,8 +158,6 @@ fn subjects(set: &SlotSet) -> Subjects<Input> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Operation;
-    use super::super::scheme::Scheme;
     use super::*;
 
     fn tiny(sizes: &[u32]) -> Config {
@@ -120,18 +170,17 @@ mod tests {
 
     #[test]
     fn a_run_has_every_figure_of_every_scheme() {
-        let mut said = Vec::new();
-        let report = run(&tiny(&[4, 40]), &mut |doing| said.push(doing.to_owned())).expect("a run");
-        assert_eq!(said.len(), 6, "{said:?}");
-        assert_eq!(report.sizes(), [4, 40]);
+        use crate::schemes::Operation as _;
+        let rows = run(&tiny(&[4, 40])).expect("a run");
+        let has = |operation: Operation, scheme: &str, slots: u32| {
+            let subject = format!("{scheme}, {slots} slots");
+            rows.iter()
+                .any(|row| row.case == operation.case() && row.subject == subject)
+        };
         // If this machine is too busy to run two threads at once, there are no figures with two
         // threads.
-        let background = [Operation::Add, Operation::Delete, Operation::Move];
-        let background = [
-            &background[..],
-            &[Operation::BesideWriter, Operation::WriterRate],
-        ]
-        .concat();
+        use Operation::{Add, BesideWriter, ById, Delete, Move, WriterRate};
+        let background = [Add, Delete, Move, BesideWriter, WriterRate];
         let peers = [
             VmMemory::NAME,
             ArrayCopy::NAME,
@@ -139,46 +188,44 @@ mod tests {
             LockedTree::NAME,
             ArcSwapImbl::NAME,
         ];
-        for slots in report.sizes() {
-            for operation in Operation::ALL.iter().filter(|o| !background.contains(o)) {
-                let has = |scheme| report.value(*operation, scheme, slots).is_some();
-                assert!(has(Memslots::NAME), "{operation:?}");
+        for slots in [4, 40] {
+            for operation in Operation::ALL
+                .into_iter()
+                .filter(|o| !background.contains(o))
+            {
+                assert!(has(operation, Memslots::NAME, slots), "{operation:?}");
                 for scheme in peers {
+                    let expected = operation != ById;
                     assert_eq!(
-                        has(scheme),
-                        *operation != Operation::ById,
+                        has(operation, scheme, slots),
+                        expected,
                         "{operation:?} of {scheme}"
                     );
                 }
             }
         }
-        assert!(report.verdicts.len() >= 7, "{:#?}", report.verdicts);
-        assert!(report.value(Operation::ByGfn, Floor::NAME, 40).is_some());
+        let judged = rows.iter().filter(|row| row.met.is_some());
+        assert!(judged.clone().count() >= 18, "{rows:#?}");
         assert!(
-            report
-                .value(Operation::ByGfn, RecordFloor::NAME, 40)
-                .is_some()
+            judged
+                .clone()
+                .all(|row| row.subject.starts_with(Memslots::NAME))
         );
-        assert!(report.value(Operation::Add, Floor::NAME, 40).is_none());
-        assert!(
-            report
-                .figures
-                .iter()
-                .all(|figure| figure.value > 0.0 && figure.min <= figure.max)
-        );
+        let floors = judged.filter(|row| row.baseline.as_deref() == Some(Floor::NAME));
+        assert_eq!(floors.count(), 1, "and one of another operation");
+        assert!(!has(Add, Floor::NAME, 40));
+        assert!(rows.iter().all(|row| row.value > 0.0 && row.min <= row.max));
     }
 
     #[test]
     fn what_cannot_be_measured_is_refused() {
-        let refused = |config| run(&config, &mut |_| ()).err();
+        let refused = |config| run(&config).err();
         assert_eq!(refused(tiny(&[])), Some(RunError::Nothing));
-        assert_eq!(
-            refused(Config {
-                rounds: 0,
-                ..tiny(&[10])
-            }),
-            Some(RunError::Nothing)
-        );
+        let nothing = Config {
+            rounds: 0,
+            ..tiny(&[10])
+        };
+        assert_eq!(refused(nothing), Some(RunError::Nothing));
         assert_eq!(refused(tiny(&[10, 3])), Some(RunError::Slots(3)));
         assert_eq!(refused(tiny(&[32_765])), Some(RunError::Slots(32_765)));
     }

@@ -3,9 +3,9 @@
 use super::Operation;
 use super::scheme::{Parallel, Scheme, Worker};
 use super::switches;
-use crate::clock;
 use crate::kit::Random;
-use crate::run::{self, Comparison, Subject, Wrong};
+use crate::schemes::per_operation;
+use crate::schemes::{self, Comparison, Subject, Wrong};
 use pageferry_addr::{Gfn, GfnRange, Pfn};
 use std::hint;
 use std::marker::PhantomData;
@@ -73,8 +73,8 @@ impl Comparison for Input {
     const STEPS: &'static [Step] = &Step::ALL;
 }
 
-type Sample = run::Sample<Operation>;
-type Sink<'a> = run::Sink<'a, Operation>;
+type Sample = schemes::Sample<Operation>;
+type Sink<'a> = schemes::Sink<'a, Operation>;
 
 /// A scheme that one thread changes at a time.
 #[derive(Debug, Default)]
@@ -139,7 +139,7 @@ impl Input {
             random: (0..pages)
                 .map(|_| Gfn(FIRST.0 + random.below(pages)))
                 .collect(),
-            overhead: clock::overhead(),
+            overhead: schemes::clock_overhead(),
         }
     }
 
@@ -153,7 +153,7 @@ impl Input {
 
     /// Nanoseconds per page of a chunk.
     fn cost(&self, spent: Duration, chunk: u64) -> f64 {
-        clock::per_operation(spent, self.overhead, chunk as usize)
+        per_operation(spent, self.overhead, chunk as usize)
     }
 
     /// Times `work` on each chunk.

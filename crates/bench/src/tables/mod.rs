@@ -12,21 +12,19 @@
 //!
 //! The floors are radix trees of the same shape that only store entries: a lower bound for any
 //! scheme. `ostd` of Asterinas has the other page tables known to take faults in parallel
-//! (CortenMM, SOSP 2025). It is [not built](NOT_BUILT).
+//! (CortenMM, SOSP 2025). ostd 0.19
+//! cannot be built here: it compiles for bare-metal targets only, it needs a nightly compiler, and
+//! its page tables are private to the crate. Its figures are those of another run, on a similar
+//! machine.
 
 mod allocator;
-mod bounds;
 mod measure;
 mod operation;
-mod page;
-mod report;
 mod run;
 pub(crate) mod scheme;
 mod switches;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use operation::Operation;
-pub(crate) use page::page;
-pub(crate) use report::Report;
+use operation::Operation;
 pub(crate) use run::{Config, run};

@@ -1,10 +1,9 @@
 //! The operations on page tables that are measured: nanoseconds per page of 4 KiB.
 
-use serde::Serialize;
+use crate::schemes;
 
 /// One operation on page tables. With two threads, each thread's own time counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Operation {
     /// Maps pages into empty tables in order, one page per call. Missing tables are created.
     MapPage,
@@ -26,53 +25,19 @@ pub(crate) enum Operation {
     MapOverlapping,
 }
 
-impl Operation {
-    /// All operations, in the order of the table's columns.
-    pub(crate) const ALL: [Self; 9] = [
-        Self::MapPage,
-        Self::MapRange,
-        Self::Find,
-        Self::FindRandom,
-        Self::ProtectRange,
-        Self::UnmapRange,
-        Self::UnmapPage,
-        Self::MapPartitioned,
-        Self::MapOverlapping,
-    ];
-
-    /// A heading of two lines, each of at most nine characters.
-    pub(crate) const fn heading(self) -> [&'static str; 2] {
+impl schemes::Operation for Operation {
+    fn case(self) -> &'static str {
         match self {
-            Self::MapPage => ["map", "page"],
-            Self::MapRange => ["map", "range"],
-            Self::Find => ["look-up", "in order"],
-            Self::FindRandom => ["look-up", "random"],
-            Self::ProtectRange => ["protect", "range"],
-            Self::UnmapRange => ["unmap", "range"],
-            Self::UnmapPage => ["unmap", "page"],
-            Self::MapPartitioned => ["2 threads", "apart"],
-            Self::MapOverlapping => ["2 threads", "together"],
+            Self::MapPage => "tables.map_page",
+            Self::MapRange => "tables.map_range",
+            Self::Find => "tables.find",
+            Self::FindRandom => "tables.find_random",
+            Self::ProtectRange => "tables.protect_range",
+            Self::UnmapRange => "tables.unmap_range",
+            Self::UnmapPage => "tables.unmap_page",
+            Self::MapPartitioned => "tables.map_partitioned",
+            Self::MapOverlapping => "tables.map_overlapping",
         }
-    }
-}
-
-impl crate::Operation for Operation {
-    fn name(self) -> &'static str {
-        match self {
-            Self::MapPage => "map a page",
-            Self::MapRange => "map a range",
-            Self::Find => "look-up in order",
-            Self::FindRandom => "look-up at random",
-            Self::ProtectRange => "protect a range",
-            Self::UnmapRange => "unmap a range",
-            Self::UnmapPage => "unmap a page",
-            Self::MapPartitioned => "map a page, 2 threads partitioned",
-            Self::MapOverlapping => "map a page, 2 threads overlapping",
-        }
-    }
-
-    fn unit(self) -> &'static str {
-        "ns"
     }
 
     fn threads(self) -> u32 {

@@ -1,17 +1,19 @@
 //! A run: every step and every scheme, round by round.
 
-use super::Report;
+use super::Operation;
 use super::allocator;
 use super::measure::{Input, OneThread, TwoThreads};
 #[cfg(target_pointer_width = "64")]
 use super::scheme::Aarch64Paging;
+use super::scheme::Scheme;
 use super::scheme::{
     CompareExchange, EpochPinned, Komora, Locked, PlainStores, ReadLocked, TABLE_PAGES, Tdp,
 };
 #[cfg(target_arch = "x86_64")]
 use super::scheme::{Multiarch, OffsetTable};
-use crate::run::{Rounds, RunError, Subjects, measure};
-use std::time::Instant;
+use crate::note;
+use crate::row::{Bound, Row};
+use crate::schemes::{Aim, Figures, Rounds, RunError, Subjects, measure};
 
 /// The settings of a run.
 #[derive(Clone, Debug)]
@@ -57,14 +59,14 @@ impl Default for Config {
     }
 }
 
-/// Measures all schemes, and reports to `progress`.
+/// Measures all schemes.
 ///
 /// In each round, the schemes take turns step by step, so that a disturbance of the machine affects
 /// all of them.
 ///
 /// # Errors
 /// If `config` cannot be measured, or a scheme gives a wrong answer.
-pub(crate) fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, RunError> {
+pub(crate) fn run(config: &Config) -> Result<Vec<Row>, RunError> {
     let &Config {
         pages,
         chunk,
@@ -86,7 +88,6 @@ pub(crate) fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Rep
             rounds,
         });
     }
-    let start = Instant::now();
     let input = Input::new(pages, chunk, pair_chunk);
     // Twice the tables of two threads, because some tables wait for a grace period.
     allocator::keep_heap();
@@ -95,11 +96,56 @@ pub(crate) fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Rep
         counted: rounds,
         warm_up: true,
     };
-    let figures = measure(&input, &mut subjects(), None, rounds, progress)?;
-    Ok(Report::new(figures, pages, start.elapsed()))
+    let figures = measure(&input, &mut subjects(), None, rounds, note)?;
+    let note = format!(
+        "a page of 4 KiB, {pages} pages per thread; with two threads, each thread's own time, and \
+         tables of one writer are behind a mutex"
+    );
+    let mut rows = figures.rows(&note);
+    rows.extend(figures.judge(Tdp::NAME, None, AIMS, &note));
+    rows.extend(beside_ostd(&figures, &note));
+    Ok(rows)
 }
 
-/// All schemes, in the order of the table's rows.
+/// Our aims.
+const AIMS: [Aim<Operation>; 12] = {
+    use Bound::AtMost;
+    use Operation::{
+        Find, FindRandom, MapOverlapping, MapPage, MapPartitioned, MapRange, ProtectRange,
+        UnmapRange,
+    };
+    [
+        Aim::of(MapPage, AtMost(25.0)),
+        Aim::of(MapOverlapping, AtMost(60.0)),
+        Aim::of(Find, AtMost(8.0)),
+        Aim::of(FindRandom, AtMost(8.0)),
+        Aim::of(ProtectRange, AtMost(8.0)),
+        Aim::of(UnmapRange, AtMost(8.0)),
+        Aim::beside(MapPartitioned, 1.3, Tdp::NAME, MapPage),
+        Aim::beside(MapRange, 2.0, CompareExchange::NAME, MapRange),
+        Aim::beside(ProtectRange, 2.0, CompareExchange::NAME, ProtectRange),
+        Aim::beside(UnmapRange, 2.0, CompareExchange::NAME, UnmapRange),
+        Aim::beside(MapPartitioned, 1.0, Komora::NAME, MapPartitioned),
+        Aim::beside(MapOverlapping, 1.0, Komora::NAME, MapOverlapping),
+    ]
+};
+
+/// Our figures of two threads next to those of ostd, which are of another run: 2026-11, on a
+/// virtual machine with 2 cores.
+fn beside_ostd(figures: &Figures<Operation>, note: &str) -> Vec<Row> {
+    let elsewhere = [
+        (Operation::MapPartitioned, 26.0),
+        (Operation::MapOverlapping, 206.0),
+    ];
+    let rows = elsewhere.into_iter().filter_map(|(operation, ns)| {
+        let row = figures.find(Tdp::NAME, operation, None)?.row(note);
+        let row = row.against("asterinas ostd, elsewhere", ns);
+        Some(row.aiming_at(Bound::RatioAtMost(1.0)))
+    });
+    rows.collect()
+}
+
+/// All schemes, in the order of the rows.
 fn subjects() -> Subjects<Input> {
     vec![
         OneThread::<PlainStores>::boxed(),

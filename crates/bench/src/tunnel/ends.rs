@@ -4,9 +4,9 @@ use super::TunnelSetting;
 use crate::BenchError;
 use crate::channels::TlsFlags;
 use crate::error::scratch;
-use crate::peer::{Peer, Role, kib_of, read_line, send, send_line};
+use crate::peer::{Part, Peer, kib_of, read_line, send, send_line};
 use pageferry_bridge::tunnel::{Config, Event, Far, Near, Observer, Route, SessionState};
-use pageferry_hosts::{Host, TwoHosts, netns};
+use pageferry_hosts::{Host, TwoHosts};
 use pageferry_migration::Listener;
 use pageferry_migration::address::Address;
 use pageferry_migration::handshake::PlainPolicy;
@@ -38,10 +38,12 @@ impl Observer for Unheard {
     fn event(&self, _: Option<&SessionState>, _: &Event) {}
 }
 
-impl TunnelEnd {
+impl Part for TunnelEnd {
+    const NAME: &'static str = "tunnel";
+
     /// Carries streams until standard input ends. Each line on it asks for the memory that this
     /// process has taken since it was ready.
-    pub(crate) fn play(&self) -> Result<(), BenchError> {
+    fn play(&self) -> Result<(), BenchError> {
         let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
         let parse = |text: &str| text.parse::<Address>().map_err(|why| failed(&why));
         let config = Config {
@@ -80,7 +82,7 @@ impl TunnelEnd {
 
 /// The most memory that this process has had, in bytes.
 fn peak_bytes() -> Result<u64, BenchError> {
-    Ok(kib_of(&["VmHWM:"])? << 10)
+    Ok(kib_of("/proc/self/status", &["VmHWM:"])? << 10)
 }
 
 /// Two tunnels, which are ready. Dropping this ends both and removes their sockets.
@@ -99,15 +101,14 @@ impl Ends {
         let folder = scratch()?;
         let [a, b] = sockets(&folder);
         let start = |host, vmm| {
-            let role = Role::Tunnel(TunnelEnd {
+            let end = TunnelEnd {
                 near: host == Host::A,
                 vmm,
                 far: format!("{}:{PORT}", hosts.address(Host::B)),
                 window: setting.window_bytes,
                 tls: tls.cloned(),
-            });
-            let command = netns::command(hosts.name(host), &setting.executable);
-            let mut tunnel = Peer::start_by(command, &role)?;
+            };
+            let mut tunnel = Peer::start_in(hosts.name(host), &end)?;
             match tunnel.next_line()?.as_str() {
                 "ready" => Ok(tunnel),
                 line => Err(BenchError::Peer(format!("a tunnel says '{line}'"))),

@@ -19,7 +19,7 @@ mod rows;
 pub(crate) use pageferry_hosts::Rate;
 
 use crate::channels::TlsFlags;
-use crate::{BenchError, Row};
+use crate::{BenchError, Row, is_cancelled, note};
 use ends::Ends;
 pub(crate) use ends::TunnelEnd;
 use moves::Move;
@@ -31,8 +31,6 @@ use std::path::PathBuf;
 /// The settings of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct TunnelSetting {
-    /// The executable of the tunnels.
-    pub(crate) executable: PathBuf,
     /// The file of QEMU.
     pub(crate) qemu: PathBuf,
     /// The rate of the link, in each direction.
@@ -108,7 +106,6 @@ struct Conditions<'a> {
     setting: &'a TunnelSetting,
     qemu: &'a Qemu,
     hosts: &'a TwoHosts,
-    stop: &'a (dyn Fn() -> bool + Sync),
 }
 
 impl Conditions<'_> {
@@ -125,16 +122,12 @@ impl Conditions<'_> {
     }
 }
 
-/// Runs `bench tunnel` and returns its rows. It ends early when `stop` returns true.
+/// Runs `tunnel` and returns its rows. It ends early when the user asks.
 ///
 /// # Errors
 /// [`BenchError::Hosts`] if this machine cannot have two hosts. [`BenchError::Setting`] if these
 /// settings cannot be measured. [`BenchError::Cancelled`]. Other errors if a process fails.
-pub(crate) fn tunnel(
-    setting: &TunnelSetting,
-    stop: &(dyn Fn() -> bool + Sync),
-    progress: &mut dyn FnMut(&str),
-) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn tunnel(setting: &TunnelSetting) -> Result<Vec<Row>, BenchError> {
     setting.check()?;
     let qemu = Qemu::find(&setting.qemu).map_err(BenchError::Setting)?;
     let hosts = TwoHosts::start(&Link::new(setting.rate))?;
@@ -142,7 +135,6 @@ pub(crate) fn tunnel(
         setting,
         qemu: &qemu,
         hosts: &hosts,
-        stop,
     };
     let mut rows = Rows::default();
     for round in 1..=setting.rounds {
@@ -153,13 +145,13 @@ pub(crate) fn tunnel(
                     continue;
                 }
                 let name = (what.name(), way.name(), setting.rounds);
-                progress(&format!(
+                note(&format!(
                     "{}, {}, round {round} of {}",
                     name.0, name.1, name.2
                 ));
                 let measured = conditions.measure(what, way);
                 // An interrupt of the terminal ends the other processes too.
-                if stop() {
+                if is_cancelled() {
                     return Err(BenchError::Cancelled);
                 }
                 rows.add(what, way, measured?);

@@ -83,7 +83,14 @@ impl Conditions<'_> {
 
     fn pair(&self, program: &Program, capabilities: &[&str]) -> Result<Pair<'_>, BenchError> {
         let (qemu, hosts) = (self.qemu, self.hosts);
-        let pair = Pair::start(qemu, hosts, program, capabilities, LIMIT, self.stop)?;
+        let pair = Pair::start(
+            qemu,
+            hosts,
+            program,
+            capabilities,
+            LIMIT,
+            &crate::is_cancelled,
+        )?;
         Ok(pair)
     }
 

@@ -34,14 +34,11 @@ fn has_type(value: &Value, kind: &str) -> bool {
         return literals.iter().any(|known| known.trim_matches('"') == name);
     }
     match kind.split([' ', ',']).next().unwrap_or_default() {
-        "number" | "numbers" => value.is_number(),
-        "integer" | "integers" => value.is_u64(),
+        "number" => value.is_number(),
+        "integer" => value.is_u64(),
         "boolean" => value.is_boolean(),
         "string" | "text" => value.is_string(),
-        "object" | "figure" => value.is_object(),
-        "array" => value.is_array(),
-        "`true`" => value == true,
-        "`false`" => value == false,
+        "object" => value.is_object(),
         _ => panic!("docs/json-output.md names a type that this test does not know: {kind}"),
     }
 }
@@ -89,7 +86,18 @@ fn rows_with_documented_cases(section: &Section, benchmark: &str, output: &Value
     let cases = section.rows().find(|row| row[0] == name);
     let cases = cases.expect("a row of cases")[1];
     let documented: BTreeSet<&str> = cases.split('`').skip(1).step_by(2).collect();
-    assert_eq!(found, documented, "the cases of bench {benchmark}");
+    // Without a core for each of two threads, these have no figures.
+    let optional = ["tables.map_partitioned", "tables.map_overlapping"];
+    let needed = |all: BTreeSet<&str>| -> Vec<String> {
+        let needed = all.into_iter().filter(|case| !optional.contains(case));
+        needed.map(str::to_owned).collect()
+    };
+    assert_eq!(
+        needed(found),
+        needed(documented),
+        "the cases of {benchmark}"
+    );
+    assert!(!rows.is_empty(), "{benchmark}");
     rows.clone()
 }
 
@@ -98,7 +106,7 @@ fn the_rows_of_linux_are_described() {
     let Some(output) = crate::linux::quick() else {
         return;
     };
-    let section = Document::read().section("bench");
+    let section = Document::read().section("pageferry-bench");
     let rows = rows_with_documented_cases(&section, "linux", output);
     assert_described(&section, &Value::Array(rows), &[]);
 }
@@ -108,14 +116,14 @@ fn the_rows_of_tunnel_are_described() {
     let Some(output) = crate::tunnel::quick() else {
         return;
     };
-    let section = Document::read().section("bench");
+    let section = Document::read().section("pageferry-bench");
     let rows = rows_with_documented_cases(&section, "tunnel", output);
     assert_described(&section, &Value::Array(rows), &[]);
 }
 
 #[test]
 fn the_rows_of_benchmarks_are_described() {
-    let section = Document::read().section("bench");
+    let section = Document::read().section("pageferry-bench");
     let mut all = Vec::new();
     for benchmark in ["link", "blackout", "soft", "states"] {
         let words = [benchmark, "--engine", "soft", "--repeat", "1", "--json"];
@@ -143,70 +151,35 @@ fn the_rows_of_benchmarks_are_described() {
 }
 
 #[test]
-fn the_figures_of_postcopy_latency_are_described() {
-    use crate::postcopy_latency::{TINY, skipped};
-    if skipped() {
-        return;
-    }
-    let section = Document::read().section("bench postcopy-latency");
-    let output = bench(&[&TINY[..], &["--json"]].concat()).json();
-    assert_described(&section, &output, &[]);
-}
-
-#[test]
-fn the_figures_of_dirty_log_are_described() {
-    let words = ["dirty-log", "--memory", "256K", "--repeat", "1", "--json"];
-    let document = Document::read();
-    let section = document
-        .section("bench dirty-log")
-        .and(document.section("bench"));
-    let rows = [
-        "case", "subject", "value", "unit", "ratio", "baseline", "min", "max", "samples", "target",
-        "met",
-    ];
-    assert_described(&section, &bench(&words).json(), &rows);
-}
-
-#[test]
-fn the_figures_of_demand_paging_are_described() {
-    let common = [
+fn the_rows_of_the_others_are_described() {
+    let section = Document::read().section("pageferry-bench");
+    let mut all = Vec::new();
+    let mut check = |benchmark, words: &str| {
+        let ended = bench(&words.split(' ').collect::<Vec<_>>());
+        let is_busy = matches!(ended.code, Some(2 | BUSY));
+        if is_busy && benchmark == "demand-paging --model" && skip("cores", &ended.stderr) {
+            return;
+        }
+        all.extend(rows_with_documented_cases(
+            &section,
+            benchmark,
+            &ended.json(),
+        ));
+    };
+    check("dirty-log", "dirty-log --memory 256K --repeat 1 --json");
+    let paging = "demand-paging --memory-per-vcpu 256K --repeat 2 --json";
+    check(
         "demand-paging",
-        "--memory-per-vcpu",
-        "256K",
-        "--repeat",
-        "2",
-        "--vcpus",
-        "1",
-        "--json",
-    ];
-    let document = Document::read();
-    let section = document.section("bench demand-paging");
-    let [measured, modelled] = section.split("With `--model` it prints another object");
-    let measured = measured.and(document.section("bench"));
-    let with = |more: &[&str]| bench(&common.iter().chain(more).copied().collect::<Vec<_>>());
-    let soft = with(&["--engine", "soft", "--quick"]);
-    soft.assert_ok();
-    // The keys of a row, which the output has below `rows`.
-    let of_rows = [
-        "case",
-        "subject",
-        "value",
-        "unit",
-        "ratio",
-        "baseline",
-        "min",
-        "max",
-        "samples",
-        "target",
-        "met",
-        "conditions",
-    ];
-    assert_described(&measured, &soft.json(), &of_rows);
-    let model = with(&["--model"]);
-    // One core, or cores that other work has.
-    if matches!(model.code, Some(2 | BUSY)) && skip("cores", &model.stderr) {
-        return;
+        &format!("{paging} --vcpus 1,2 --engine soft --quick"),
+    );
+    check(
+        "demand-paging --model",
+        &format!("{paging} --vcpus 1 --model"),
+    );
+    check("tables", "tables --quick --repeat 1 --json");
+    if !crate::postcopy_latency::skipped() {
+        let words = crate::postcopy_latency::TINY.join(" ");
+        check("postcopy-latency", &format!("{words} --json"));
     }
-    model.assert_ok();
-    assert_described(&modelled, &model.json(), &[]);
+    assert_described(&section, &Value::Array(all), &[]);
 }

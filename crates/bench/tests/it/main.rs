@@ -2,6 +2,7 @@
 
 mod demand_paging;
 mod dirty_log;
+#[expect(dead_code, reason = "the tests of `pageferry` use all of it")]
 #[path = "../../../cli/tests/it/json_document.rs"]
 mod json_document;
 mod json_output;

@@ -40,14 +40,6 @@ impl Section {
         self
     }
 
-    /// Only the lines before, or from, the first line with `mark`.
-    pub(crate) fn split(self, mark: &str) -> [Self; 2] {
-        let at = self.0.iter().position(|line| line.contains(mark));
-        let mut before = self.0;
-        let after = before.split_off(at.expect("the mark"));
-        [Self(before), Self(after)]
-    }
-
     /// The rows of its tables: the cells of each.
     pub(crate) fn rows(&self) -> impl Iterator<Item = Vec<&str>> {
         let rows = self.0.iter().filter_map(|line| line.strip_prefix('|'));

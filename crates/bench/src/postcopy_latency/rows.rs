@@ -1,0 +1,209 @@
+//! The rows of a column: the figures of its modes, and its aims, judged by the rounds that count.
+
+use super::round::{Measured, Round};
+use super::setting::{Column, HostPage, LatencySetting, Mode};
+use super::stalls::buckets;
+use crate::Samples;
+use crate::output::{Chart, Output};
+use crate::row::{Bound, Conditions, Row};
+use pageferry_charts::time;
+
+/// Fewer counted rounds give no verdict.
+const MIN_ROUNDS: usize = 5;
+/// The rate that the aims are for, in bytes a second: 1 Gbit/s.
+const AIMED_RATE: u64 = 125_000_000;
+
+/// A figure of a mode in a round.
+type Of = fn(&Measured) -> Option<f64>;
+
+/// The cases: name, unit and figure.
+const CASES: [(&str, &str, Of); 8] = [
+    ("latency.mean", "us", |row| Some(row.stalls.mean_us)),
+    ("latency.p50", "us", |row| Some(row.stalls.p50_us)),
+    ("latency.p99", "us", |row| Some(row.stalls.p99_us)),
+    ("latency.max", "us", |row| Some(row.stalls.max_us)),
+    ("latency.over_2ms", "%", |row| {
+        Some(row.stalls.over_2ms_percent)
+    }),
+    ("latency.over_4ms", "%", |row| {
+        Some(row.stalls.over_4ms_percent)
+    }),
+    ("latency.link_busy", "%", |row| row.link_busy_percent),
+    ("latency.total", "s", |row| row.total_s),
+];
+
+/// Whose figure is the baseline of an aim.
+type Baseline = Option<(Mode, usize)>;
+
+/// Indices of [`CASES`].
+const MEAN: usize = 0;
+const P50: usize = 1;
+const P99: usize = 2;
+const OVER_2MS: usize = 4;
+const OVER_4MS: usize = 5;
+const LINK_BUSY: usize = 6;
+const TOTAL: usize = 7;
+
+/// The aims of `preempt` in a column. Only 1 and 16 vCPUs have any. QEMU's figures are those with
+/// preempt and TCP_NODELAY.
+fn aims(column: &Column) -> Vec<(usize, Baseline, Bound)> {
+    use Bound::{AtLeast, AtMost, RatioAtMost};
+    use Mode::{Floor, Idle, NoPrefetch, QemuPreemptNoDelay, Vanilla};
+    let gain = |times: f64| (MEAN, Some((Vanilla, MEAN)), RatioAtMost(1.0 / times));
+    let mut all = match (column.host_page, column.vcpus) {
+        (HostPage::Size4K, 1) => vec![
+            gain(30.0),
+            (MEAN, Some((Idle, MEAN)), RatioAtMost(3.0)),
+            (P99, Some((Idle, P50)), RatioAtMost(6.0)),
+            (OVER_2MS, None, AtMost(0.1)),
+        ],
+        (HostPage::Size4K, 16) => vec![
+            gain(10.0),
+            (MEAN, Some((Floor, MEAN)), RatioAtMost(3.0)),
+            (OVER_4MS, None, AtMost(1.0)),
+        ],
+        (HostPage::Size2M, 1 | 16) => vec![(MEAN, Some((Floor, MEAN)), RatioAtMost(1.3))],
+        _ => return Vec::new(),
+    };
+    let busy = if column.vcpus == 1 { 93.0 } else { 85.0 };
+    all.push((LINK_BUSY, None, AtLeast(busy)));
+    if column.host_page == HostPage::Size4K {
+        all.push((MEAN, Some((NoPrefetch, MEAN)), RatioAtMost(1.05)));
+    }
+    for case in [MEAN, P99, OVER_2MS] {
+        all.push((case, Some((QemuPreemptNoDelay, case)), RatioAtMost(1.0)));
+    }
+    all.push((TOTAL, Some((Vanilla, TOTAL)), RatioAtMost(1.1)));
+    all
+}
+
+/// Adds the rows and the charts of a column.
+pub(super) fn add(output: &mut Output, setting: &LatencySetting, column: &Column, all: &[Round]) {
+    let counted: Vec<&Round> = all.iter().filter(|round| round.noise.is_quiet()).collect();
+    let noisy = counted.len() < MIN_ROUNDS;
+    let rounds = if noisy {
+        all.iter().collect()
+    } else {
+        counted.clone()
+    };
+    let worst = |of: fn(&Round) -> f64| all.iter().map(of).fold(0.0, f64::max);
+    output.notes.push(format!(
+        "{}: {} of {} rounds count{}; in the worst, others used {:.1} % of the cores, and a \
+         thread that slept 1 ms was late by {} at p99",
+        column.name(),
+        counted.len(),
+        all.len(),
+        if noisy {
+            ", too few for a verdict: these are the figures of all"
+        } else {
+            ""
+        },
+        worst(|round| round.noise.others_percent),
+        time(worst(|round| round.noise.sleeper_p99_us)),
+    ));
+    for mode in Mode::ALL {
+        for (case, unit, of) in CASES {
+            let samples: Samples = figures(&rounds, mode, of).collect();
+            if !samples.is_empty() {
+                let how = conditions(setting, column, mode, &rounds);
+                output
+                    .rows
+                    .push(samples.row(case, subject(column, mode), unit, how));
+            }
+        }
+        if let Some(chart) = chart(mode, &rounds) {
+            let heading = format!("{}: {}", column.name(), mode.name());
+            output.charts.push((heading, chart));
+        }
+    }
+    if setting.rate.bytes_per_second() == AIMED_RATE {
+        let judged = aims(column)
+            .into_iter()
+            .filter_map(|aim| judge(setting, column, &counted, aim));
+        output.rows.extend(judged);
+    }
+}
+
+fn subject(column: &Column, mode: Mode) -> String {
+    format!("{}, {}", mode.name(), column.name())
+}
+
+fn conditions(
+    setting: &LatencySetting,
+    column: &Column,
+    mode: Mode,
+    rounds: &[&Round],
+) -> Conditions {
+    let note = format!(
+        "{} by {}; {} rounds count",
+        setting.engine_of(column.host_page),
+        setting.rate,
+        rounds.len()
+    );
+    let memory = setting.memory_of(column.host_page, mode);
+    let delivery = rounds.iter().find_map(|round| round.row(mode)?.delivery);
+    Conditions::here(column.vcpus, memory, note).with_delivery(delivery)
+}
+
+/// The figures of a mode that has stalls.
+fn figures<'a>(rounds: &'a [&Round], mode: Mode, of: Of) -> impl Iterator<Item = f64> + 'a {
+    let rows = rounds.iter().filter_map(move |round| round.row(mode));
+    rows.filter(|row| row.stalls.count > 0).filter_map(of)
+}
+
+/// The row of an aim. Its ratio is the median of those within the rounds. Too few rounds give no
+/// verdict.
+fn judge(
+    setting: &LatencySetting,
+    column: &Column,
+    rounds: &[&Round],
+    (case, baseline, bound): (usize, Baseline, Bound),
+) -> Option<Row> {
+    let (name, unit, of) = CASES[case];
+    let ours: Samples = figures(rounds, Mode::Preempt, of).collect();
+    let how = conditions(setting, column, Mode::Preempt, rounds);
+    let mut row = ours.row(name, subject(column, Mode::Preempt), unit, how);
+    if let Some((mode, case)) = baseline {
+        let ratios: Samples = rounds
+            .iter()
+            .filter_map(|round| {
+                let below = figures(&[round], mode, CASES[case].2).next()?;
+                let above = figures(&[round], Mode::Preempt, of).next()?;
+                (below > 0.0).then(|| above / below)
+            })
+            .collect();
+        if ratios.is_empty() {
+            return None;
+        }
+        let same = case == CASES.iter().position(|one| one.0 == name)?;
+        let which = if same {
+            ""
+        } else {
+            CASES[case].0.trim_start_matches("latency")
+        };
+        row.baseline = Some(format!("{}{which}", mode.name()));
+        row.ratio = Some(ratios.median());
+    }
+    let row = row.aiming_at(bound);
+    Some(match ours.len() >= MIN_ROUNDS {
+        true => row,
+        false => Row { met: None, ..row },
+    })
+}
+
+/// The histogram of a mode, with its quantiles.
+fn chart(mode: Mode, rounds: &[&Round]) -> Option<Chart> {
+    let rows: Vec<&Measured> = rounds.iter().filter_map(|round| round.row(mode)).collect();
+    let buckets = buckets(rows.iter().map(|row| &row.stalls));
+    if buckets.is_empty() {
+        return None;
+    }
+    let marks = [("mean", MEAN), ("p50", P50), ("p99", P99)].map(|(name, case)| {
+        let us = figures(rounds, mode, CASES[case].2)
+            .collect::<Samples>()
+            .median();
+        (format!("{name} {}", time(us)), us)
+    });
+    let [x, y] = ["stall (logarithmic)", "stalls (logarithmic)"];
+    Some(pageferry_charts::histogram(&buckets, &marks, x, y))
+}
