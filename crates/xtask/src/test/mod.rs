@@ -209,7 +209,8 @@ fn see(name: &str, output: std::io::Result<Output>, report: &mut Report) {
         "\n{name}:\n{}{stdout}",
         String::from_utf8_lossy(&output.stderr)
     );
-    for line in stdout.lines() {
+    // Behind this line is what failed tests printed, which may have been tests of their own.
+    for line in stdout.lines().take_while(|line| *line != "failures:") {
         report.line(name, line);
     }
     if !output.status.success() {
