@@ -29,7 +29,33 @@ mod wire_stream;
 mod wire_urgent;
 
 use libfuzzer_sys::fuzz_target;
+use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::LazyLock;
+
+/// More than a chunk of the largest size, a decompressor, a whole reply, or the details of such
+/// small files.
+const MAX_ALLOCATION: usize = 4 << 20;
+
+/// Refuses large allocations: no foreign bytes make the program ask for much memory.
+struct Bounded;
+
+// SAFETY: the system's allocator does the work, with the same arguments.
+unsafe impl GlobalAlloc for Bounded {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if layout.size() > MAX_ALLOCATION {
+            // The fuzzer reports a crash. A panic would allocate.
+            std::process::abort();
+        }
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static BOUNDED: Bounded = Bounded;
 
 type Target = fn(&[u8]);
 

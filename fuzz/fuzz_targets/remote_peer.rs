@@ -5,35 +5,11 @@ use pageferry_remote::peer::Shares;
 use pageferry_remote::peer::answer::{Awaits, Limited, answer, greet};
 use pageferry_remote::peer::talk::Talk;
 use pageferry_remote::peer::wire::{HEADER_BYTES, HELLO_BYTES, MAX_BODY, Reply, hello};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{self, Read, Write};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// More than a whole reply, and a list of as many extents as it has.
-const MAX_ALLOCATION: usize = 4 << 20;
 const BYTES: usize = 4096;
-
-/// Refuses large allocations.
-struct Bounded;
-
-// SAFETY: the system's allocator does the work, with the same arguments.
-unsafe impl GlobalAlloc for Bounded {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if layout.size() > MAX_ALLOCATION {
-            // The fuzzer reports a crash. A panic would allocate.
-            std::process::abort();
-        }
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static BOUNDED: Bounded = Bounded;
 
 /// A peer that says these bytes, and what it hears.
 struct Peer<'a> {

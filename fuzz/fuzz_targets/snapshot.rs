@@ -5,37 +5,12 @@ use pageferry_snapshot::{
     Compression, Input, Labels, Options, Snapshot, StateFile, open_input, pack, verify,
 };
 use rustix::fs::{MemfdFlags, memfd_create};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs::File;
 use std::ops::{ControlFlow, Range};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::OnceLock;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
-
-/// More than a chunk of the largest size, a decompressor, or the details of such a small file.
-const MAX_ALLOCATION: usize = 4 << 20;
-
-/// Refuses large allocations.
-struct Bounded;
-
-// SAFETY: the system's allocator does the work, with the same arguments.
-unsafe impl GlobalAlloc for Bounded {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if layout.size() > MAX_ALLOCATION {
-            // The fuzzer reports a crash. A panic would allocate.
-            std::process::abort();
-        }
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static BOUNDED: Bounded = Bounded;
 
 fn go_on(_: u64, _: u64) -> ControlFlow<()> {
     ControlFlow::Continue(())
