@@ -26,6 +26,9 @@ use std::time::Instant;
 /// The number of test programs that run at a time. Most wait now and then, and two fill two cores.
 const AT_ONCE: usize = 2;
 
+/// The examples, which cargo runs crate by crate.
+const DOCUMENTATION: &str = "examples in the documentation";
+
 /// Run the tests of all crates, and say at the end which could not run here and why
 ///
 /// Those of the benchmarks run only if they are named: -p pageferry-bench.
@@ -102,7 +105,7 @@ fn tests(args: &Args) -> Result<bool, String> {
     if args.wants_documentation() {
         let began = Instant::now();
         run_documentation(args, &environment, &mut report);
-        report.program("examples in the documentation", began.elapsed());
+        report.program(DOCUMENTATION, began.elapsed());
     }
     let all_passed = report.all_passed();
     print!(
@@ -194,8 +197,8 @@ fn run_documentation(args: &Args, environment: &Environment, report: &mut Report
     cargo.args(args.package.iter().flat_map(|name| ["-p", name]));
     cargo.arg("--").args(&args.arguments);
     environment.give(&mut cargo);
-    println!("     Running the examples in the documentation");
-    see("documentation", cargo.stdin(Stdio::null()).output(), report);
+    println!("     Running {DOCUMENTATION}");
+    see(DOCUMENTATION, cargo.stdin(Stdio::null()).output(), report);
 }
 
 /// Prints what a program printed, and notes its results.
@@ -212,6 +215,13 @@ fn see(name: &str, output: std::io::Result<Output>, report: &mut Report) {
     // Behind this line is what failed tests printed, which may have been tests of their own.
     for line in stdout.lines().take_while(|line| *line != "failures:") {
         report.line(name, line);
+    }
+    let is_result = |line: &&str| line.starts_with("test result: ");
+    if name == DOCUMENTATION {
+        let results = stdout.lines().filter(is_result);
+        results.for_each(|line| report.result(line));
+    } else if let Some(line) = stdout.lines().rfind(is_result) {
+        report.result(line);
     }
     if !output.status.success() {
         report.failed(format!("{name}: {}", output.status));

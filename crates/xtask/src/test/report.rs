@@ -46,16 +46,25 @@ impl Report {
             None => (result, None),
         };
         match result {
-            "ok" => self.passed += 1,
-            "FAILED" => {
-                self.failed += 1;
-                self.failures.push(format!("{program}: {name}"));
-            }
+            "ok" => {}
+            "FAILED" => self.failures.push(format!("{program}: {name}")),
             _ => return,
         }
         if let Some(seconds) = seconds.and_then(|text| text.parse().ok()) {
             self.tests.push((seconds, format!("{program}: {name}")));
         }
+    }
+
+    /// Reads a closing line of libtest: `test result: ok. 3 passed; 1 failed; 0 ignored; ..`. It
+    /// counts also where the output of tests stands between their lines.
+    pub(super) fn result(&mut self, line: &str) {
+        let count = |what: &str| -> usize {
+            let before = line.split_once(what).map_or("", |(before, _)| before);
+            let number = before.rsplit([' ', '.']).next().unwrap_or_default();
+            number.parse().unwrap_or(0)
+        };
+        self.passed += count(" passed;");
+        self.failed += count(" failed;");
     }
 
     /// A program has run for `time`.
@@ -176,6 +185,8 @@ mod tests {
         report.line("x it", "test three ... FAILED <0.100s>");
         report.line("x it", "test four ... ignored, measures: nothing");
         report.line("documentation", "test src/lib.rs - (line 3) ... ok");
+        report.result("test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured");
+        report.result("test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured");
         report.program("x it", Duration::from_secs(8));
         let text = report.text(false, "kvm\tx one\tno /dev/kvm\n", "7");
         assert_eq!(
