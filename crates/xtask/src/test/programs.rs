@@ -23,13 +23,14 @@ const STRESSED: [&str; 6] = [
 const BENCH: &str = "pageferry-bench";
 
 /// The programs that run longest, in this order. The others fill the gaps at the end.
-const LONGEST: [&str; 6] = [
+const LONGEST: [&str; 7] = [
     "pageferry-migration it",
     "pageferry it",
-    "pageferry-pager it",
-    "pageferry-machine it",
+    "pageferry-tdp it",
     "pageferry-bridge it",
-    "pageferry-remote it",
+    "pageferry-machine it",
+    "pageferry-hypervisor it",
+    "pageferry-pager it",
 ];
 
 /// The kinds of tests.
