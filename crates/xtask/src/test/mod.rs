@@ -121,8 +121,10 @@ impl Args {
             && (self.only.is_empty() || self.only.contains(&kind))
     }
 
+    /// Cargo refuses to look for examples in a package that has no library.
     fn wants_documentation(&self) -> bool {
-        self.profile == "dev" && (self.only.is_empty() || self.only.contains(&Kind::Doc))
+        let all = self.only.is_empty() && self.package.is_empty();
+        self.profile == "dev" && (all || self.only.contains(&Kind::Doc))
     }
 }
 
