@@ -1,5 +1,5 @@
-//! All fuzz targets in one program, so that one link serves them. The variable `PAGEFERRY_FUZZ` names
-//! the target.
+//! All fuzz targets in one program, so that one link serves them. The variable `PAGEFERRY_FUZZ`
+//! names the target.
 #![no_main]
 
 mod cache_index;

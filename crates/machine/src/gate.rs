@@ -26,8 +26,8 @@ use pageferry_userfault::PageBitmap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// The longest wait for accesses under way, unless [`AccessGate::set_limit`] sets another. An access
-/// is one copy, unless a device holds on to memory.
+/// The longest wait for accesses under way, unless [`AccessGate::set_limit`] sets another. An
+/// access is one copy, unless a device holds on to memory.
 const LIMIT: Duration = Duration::from_secs(1);
 
 /// Nothing gets in: the machine waits for its memory.

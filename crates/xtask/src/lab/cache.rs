@@ -1,10 +1,10 @@
 //! Where fetched packages and built kernels are kept.
 //!
-//! **Guarantee.** All checkouts of a user share what was fetched and built. A build is used only for
-//! the source and the configuration that it was made of.
+//! **Guarantee.** All checkouts of a user share what was fetched and built. A build is used only
+//! for the source and the configuration that it was made of.
 //!
-//! **Mechanism.** The cache is `pageferry` in `XDG_CACHE_HOME`, or in `.cache` of the home folder. The
-//! name of a build's folder there has a hash of all its inputs. With `--no-cache` all is in the
+//! **Mechanism.** The cache is `pageferry` in `XDG_CACHE_HOME`, or in `.cache` of the home folder.
+//! The name of a build's folder there has a hash of all its inputs. With `--no-cache` all is in the
 //! target directory, and one folder takes every change, so that make compiles only what depends on
 //! it.
 

@@ -5,9 +5,10 @@
 //! longer than [`report::SLOW`].
 //!
 //! **Mechanism.** Cargo builds all test programs by one command, so every run has the same features
-//! and shares one build. [`programs`] lists them. This module runs [`AT_ONCE`] of them at a time, the
-//! longest first, and [`report`] reads what they print. Libtest knows no skip at run time: `pageferry_testkit::skip`
-//! appends a line to the file that `PAGEFERRY_SKIPS` names, also from child processes.
+//! and shares one build. [`programs`] lists them. This module runs [`AT_ONCE`] of them at a time,
+//! the longest first, and [`report`] reads what they print. Libtest knows no skip at run time:
+//! `pageferry_testkit::skip` appends a line to the file that `PAGEFERRY_SKIPS` names, also from
+//! child processes.
 //!
 //! **Neighbours.** `.ci/run` calls it; `testkit` writes the lines of skips.
 
@@ -44,8 +45,8 @@ pub(crate) struct Args {
     /// Run only these tests of the packages: `lib`, `it`, `doc`
     #[arg(long, value_enum, value_name = "KIND", value_delimiter = ',')]
     only: Vec<Kind>,
-    /// Build by this profile. With `stress`, an optimised one, only the crates whose tests stress or
-    /// take random cases are built
+    /// Build by this profile. With `stress`, an optimised one, only the crates whose tests stress
+    /// or take random cases are built
     #[arg(long, default_value = "dev", value_name = "NAME")]
     profile: String,
     /// Print the twenty slowest tests and the seconds of each test program

@@ -97,8 +97,8 @@ pub(super) fn cargo() -> Command {
     cargo
 }
 
-/// Builds the test programs of the workspace, or those of [`STRESSED`] by the profile `stress`. Those
-/// of [`BENCH`] are built only if `packages` name it.
+/// Builds the test programs of the workspace, or those of [`STRESSED`] by the profile `stress`.
+/// Those of [`BENCH`] are built only if `packages` name it.
 pub(super) fn build(profile: &str, packages: &[String]) -> Result<Vec<Program>, String> {
     let mut cargo = cargo();
     cargo.args(["test", "--no-run", "--profile", profile]);

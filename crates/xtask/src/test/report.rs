@@ -9,7 +9,7 @@ pub(super) const SLOW: Duration = Duration::from_secs(5);
 /// The number of tests that `--times` prints.
 const SLOWEST: usize = 20;
 
-/// What the test programs said so far.
+/// The results of the test programs so far.
 pub(super) struct Report {
     built: Duration,
     passed: usize,
