@@ -129,7 +129,9 @@ fn program(line: &str) -> Option<Program> {
         return None;
     }
     let kind = match message["target"]["kind"][0].as_str()? {
-        "test" => Kind::It,
+        "test" if message["target"]["name"] == "it" => Kind::It,
+        // A model: without its `cfg`, it has no tests.
+        "test" => return None,
         _ => Kind::Lib,
     };
     let folder = Path::new(message["manifest_path"].as_str()?).parent()?;
@@ -152,9 +154,14 @@ mod tests {
     use super::*;
 
     fn message(id: &str, kind: &str, test: bool) -> String {
+        let name = if id.starts_with("model") {
+            "loom"
+        } else {
+            "it"
+        };
         format!(
             r#"{{"reason":"compiler-artifact","package_id":"path+file:///w/crates/{id}",
-             "manifest_path":"/w/crates/x/Cargo.toml","target":{{"kind":["{kind}"],"name":"n"}},
+             "manifest_path":"/w/crates/x/Cargo.toml","target":{{"kind":["{kind}"],"name":"{name}"}},
              "profile":{{"test":{test}}},"executable":"/t/n-1"}}"#
         )
         .replace('\n', "")
@@ -177,6 +184,7 @@ mod tests {
         );
         assert_eq!(read("xtask#0.1.0", "bin"), program("xtask", Kind::Lib));
         assert_eq!(super::program(&message("xtask#0.1.0", "bin", false)), None);
+        assert_eq!(read("model#pageferry-x@0.1.0", "test"), None);
         assert_eq!(super::program("not JSON"), None);
     }
 }
