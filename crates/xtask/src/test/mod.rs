@@ -36,7 +36,8 @@ const DOCUMENTATION: &str = "examples in the documentation";
 #[derive(clap::Args)]
 #[command(
     after_help = "PAGEFERRY_REQUIRE=kvm,uffd,fuse,linux,lab,netns,qemu makes a skip for want of these a failure. \
-                  PAGEFERRY_ROTATION=N chooses the seeds of tests that run a part of them; the commit chooses N otherwise."
+                  PAGEFERRY_ROTATION=N chooses the seeds of tests that run a part of them; \
+                  the commit chooses N otherwise."
 )]
 pub(crate) struct Args {
     /// Run only the tests of this package; may be given several times
@@ -77,6 +78,9 @@ fn tests(args: &Args) -> Result<bool, String> {
     let mut programs = programs::build(&args.profile, &args.package)?;
     let built = began.elapsed();
     programs.retain(|program| args.wants(&program.package, program.kind));
+    if programs.is_empty() && !args.wants_documentation() {
+        return Err("no test program is of these packages and kinds: see --help".to_owned());
+    }
     if args.no_run {
         for Program {
             package,
