@@ -23,6 +23,8 @@ use std::time::{Duration, Instant};
 
 /// The time that a workload runs before the move.
 const WARM_UP: Duration = Duration::from_millis(400);
+/// A source without a push pushes when its guest has requested nothing for this long.
+const QUIET: Duration = Duration::from_millis(300);
 
 /// The VM of a source, and how it moves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -127,7 +129,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         }
     }
     let config = SourceConfig {
-        push_background: push,
+        push_after: if push { Duration::ZERO } else { QUIET },
         preempt,
         prefetch,
         bulk_channels: channels.bulk,

@@ -11,6 +11,7 @@ use crate::vm::DeviceArgs;
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pageferry_bridge::fc::Overrides;
+use pageferry_guest::Doorbell;
 use pageferry_harness::size;
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
@@ -487,22 +488,34 @@ pub(crate) struct CpuArgs {
     pub(crate) cpus: Option<CpuList>,
 }
 
-/// Parses a time: a whole number and ms, s, m or h.
+/// Parses a time: a whole number and us, ms, s, m or h.
 fn time(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("'{text}' is no time: expected a whole number and ms, s, m or h");
+    let wrong = || format!("'{text}' is no time: expected a whole number and us, ms, s, m or h");
     let (digits, unit) = size::split(text).ok_or_else(wrong)?;
     let number: u64 = digits.parse().map_err(|_| wrong())?;
     let unit = match unit {
-        "ms" => 1,
-        "s" => 1000,
-        "m" => 60_000,
-        "h" => 3_600_000,
+        "us" => 1,
+        "ms" => 1000,
+        "s" => 1_000_000,
+        "m" => 60_000_000,
+        "h" => 3_600_000_000,
         _ => return Err(wrong()),
     };
     number
         .checked_mul(unit)
-        .map(Duration::from_millis)
+        .map(Duration::from_micros)
         .ok_or_else(wrong)
+}
+
+fn rest(text: &str) -> Result<Duration, String> {
+    let time = time(text)?;
+    if time > Doorbell::MAX_REST || time.as_micros() % 100 != 0 {
+        let most = Doorbell::MAX_REST;
+        return Err(format!(
+            "a rest has steps of 100us, and is {most:?} at most"
+        ));
+    }
+    Ok(time)
 }
 
 fn dead_after(text: &str) -> Result<Duration, String> {
@@ -539,16 +552,7 @@ fn track(text: &str) -> Result<String, String> {
 }
 
 pub(crate) fn queue(text: &str) -> Result<Duration, String> {
-    let time = match text.strip_suffix("us").map(str::parse) {
-        Some(Ok(us)) => Duration::from_micros(us),
-        Some(Err(_)) => {
-            return Err(format!(
-                "'{text}' is no time: expected such as 100us or 1ms"
-            ));
-        }
-        None => time(text)?,
-    };
-    crate::control::options::check_queue(time)
+    crate::control::options::check_queue(time(text)?)
 }
 
 /// `pageferry recover`.
@@ -678,6 +682,10 @@ pub(crate) struct RunArgs {
     pub(crate) machine: MachineArgs,
     #[command(flatten)]
     pub(crate) kernel: KernelArgs,
+    /// How long each vCPU of the test program rests after a page, in steps of 100us. Without a rest
+    /// it writes as fast as it can
+    #[arg(long, default_value = "0ms", value_name = "TIME", value_parser = rest, conflicts_with = "kernel")]
+    pub(crate) rest: Duration,
     #[command(flatten)]
     pub(crate) devices: DeviceArgs,
     #[command(flatten)]

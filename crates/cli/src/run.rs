@@ -60,7 +60,7 @@ pub(crate) fn run(args: &RunArgs, detached: bool, interrupts: &Interrupts) -> Re
     // The guest has its own copies of the files.
     let load = |vm: &Vm| match kernel {
         Some(kernel) => vm.load_linux(&kernel.linux()),
-        None => vm.load(),
+        None => vm.load(args.rest),
     };
     let keeping = Keeping {
         console: args.kernel.console.as_ref(),

@@ -16,12 +16,11 @@ pub(crate) use rv64_workload::{
 use crate::Isa;
 use crate::touch::Touch;
 
-/// The workload's code for shares of `share_pages` pages. If `paced`, it stores to the doorbell
-/// after each page.
-pub(crate) fn workload(isa: Isa, share_pages: u64, paced: bool) -> Vec<u8> {
+/// The workload's code for shares of `share_pages` pages.
+pub(crate) fn workload(isa: Isa, share_pages: u64) -> Vec<u8> {
     match isa {
-        Isa::X86_64 => x64_workload::assemble(share_pages, paced),
-        Isa::Rv64 => rv64_workload::assemble(paced),
+        Isa::X86_64 => x64_workload::assemble(share_pages),
+        Isa::Rv64 => rv64_workload::assemble(),
     }
 }
 

@@ -25,6 +25,9 @@ pub const MASK: usize = 0x20;
 pub const SHIFT: usize = 0x28;
 /// Offset of the number of passes after which the program ends; 0 means no end. Constant.
 pub const PASS_LIMIT: usize = 0x30;
+/// Offset of the value that a workload stores to the doorbell after each page; 0 means no store.
+/// Constant.
+pub const REST: usize = 0x38;
 /// Offset of the current pass, from 1; 0 before the first instruction.
 pub const PASS: usize = 0x40;
 /// Offset of the order generator's state: the page chosen last. A hint for an observer.

@@ -1,6 +1,7 @@
 //! Errors of plans and of control pages.
 
 use crate::address_space::{MAX_MEMORY_BYTES, MAX_VCPUS};
+use std::time::Duration;
 
 /// The reason why a program cannot be planned, or a control page or doorbell value cannot be
 /// parsed.
@@ -38,6 +39,15 @@ pub enum GuestError {
     MemoryTooLarge {
         /// The requested size in bytes.
         bytes: u64,
+    },
+    /// A rest does not fit a doorbell value.
+    #[error(
+        "a rest of {rest:?} is too long: at most {:?}",
+        crate::Doorbell::MAX_REST
+    )]
+    RestTooLong {
+        /// The requested rest.
+        rest: Duration,
     },
     /// A range of pages to touch is empty.
     #[error("the range of pages for vCPU {vcpu} is empty")]

@@ -3,6 +3,7 @@
 use crate::GuestError;
 use crate::address_space::MAX_VCPUS;
 use std::fmt;
+use std::time::Duration;
 
 /// An error in a page. The kinds exclude each other and are tried in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -68,8 +69,10 @@ pub(crate) const KIND_SHIFT: u32 = 24;
 pub(crate) const EVENT_ERROR: u32 = 1;
 /// Number of the event "finished".
 pub(crate) const EVENT_FINISHED: u32 = 2;
-/// Number of the event "a page is done".
-pub(crate) const EVENT_VISITED: u32 = 3;
+/// Number of the event "a page is done, and the vCPU rests".
+const EVENT_REST: u32 = 3;
+/// Unit of a rest in a doorbell value.
+const REST_UNIT: Duration = Duration::from_micros(100);
 
 /// The reason for a store to the doorbell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -79,12 +82,12 @@ pub enum Event {
     Error(ErrorKind),
     /// The program has done its work. Entered again, it only stores to the doorbell again.
     Finished,
-    /// A paced workload has done a page, and continues.
-    Visited,
+    /// A workload has done a page, and continues once the VMM lets it: after this time.
+    Rest(Duration),
 }
 
 /// A value stored to the doorbell ([`crate::DOORBELL_GPA`]). Bits 0 to 15 hold the vCPU, 16 to 23
-/// the event (1 error, 2 finished, 3 visited), 24 to 31 the error's kind.
+/// the event (1 error, 2 finished, 3 rest), 24 to 31 the error's kind or a rest in 100 µs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Doorbell {
     /// The vCPU that stored the value.
@@ -94,6 +97,27 @@ pub struct Doorbell {
 }
 
 impl Doorbell {
+    /// The longest rest.
+    pub const MAX_REST: Duration = Duration::from_micros(100 * u8::MAX as u64);
+
+    /// The value by which `vcpu` asks for a rest, in whole units of 100 µs: 0 for less than one.
+    pub(crate) fn rest(vcpu: u32, rest: Duration) -> Result<u32, GuestError> {
+        match u8::try_from(rest.as_micros() / REST_UNIT.as_micros()) {
+            Ok(0) => Ok(0),
+            Ok(units) => Ok(u32::from(units) << KIND_SHIFT | EVENT_REST << EVENT_SHIFT | vcpu),
+            Err(_) => Err(GuestError::RestTooLong { rest }),
+        }
+    }
+
+    /// Whether `value` is one of [`Self::rest`].
+    pub(crate) fn is_rest(vcpu: u32, value: u64) -> bool {
+        let parsed = u32::try_from(value).ok().map(Self::parse);
+        value == 0
+            || parsed.is_some_and(|parsed| {
+                parsed.is_ok_and(|own| own.vcpu == vcpu && matches!(own.event, Event::Rest(_)))
+            })
+    }
+
     /// Parses a 32-bit store to the doorbell.
     ///
     /// # Errors
@@ -108,7 +132,7 @@ impl Doorbell {
         let event = match value >> EVENT_SHIFT & 0xff {
             EVENT_ERROR => Event::Error(ErrorKind::from_code(kind.into()).ok_or(refused)?),
             EVENT_FINISHED if kind == 0 => Event::Finished,
-            EVENT_VISITED if kind == 0 => Event::Visited,
+            EVENT_REST if kind > 0 => Event::Rest(kind * REST_UNIT),
             _ => return Err(refused),
         };
         Ok(Self { vcpu, event })
@@ -131,11 +155,11 @@ mod tests {
             event: Event::Finished,
         };
         assert_eq!(Doorbell::parse(0x0002_03ff), Ok(finished));
-        let visited = Doorbell {
-            vcpu: 0,
-            event: Event::Visited,
+        let rests = Doorbell {
+            vcpu: 7,
+            event: Event::Rest(Duration::from_millis(3)),
         };
-        assert_eq!(Doorbell::parse(0x0003_0000), Ok(visited));
+        assert_eq!(Doorbell::parse(0x1e03_0007), Ok(rests));
         for value in [
             0,
             5,
@@ -143,7 +167,7 @@ mod tests {
             0x0501_0005,
             0x0102_0005,
             0x0004_0000,
-            0x0103_0000,
+            0x0003_0000,
             0x0002_0400,
         ] {
             assert_eq!(Doorbell::parse(value), Err(GuestError::Doorbell { value }));

@@ -1,11 +1,14 @@
 //! The data that a VMM needs to start any of the programs: image, start states, control pages.
 
-use crate::control::{FIRST, MAGIC, MASK, PAGES, PASS_LIMIT, PageBytes, SHIFT, VCPU, set_word};
+use crate::control::{
+    FIRST, MAGIC, MASK, PAGES, PASS_LIMIT, PageBytes, REST, SHIFT, VCPU, set_word,
+};
 use crate::order::OrderParams;
 use crate::tables;
-use crate::{DOORBELL_GPA, Isa, MemoryMap, ProgramKind};
+use crate::{DOORBELL_GPA, Doorbell, GuestError, Isa, MemoryMap, ProgramKind};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use std::ops::Range;
+use std::time::Duration;
 
 /// The start state of a vCPU. Every other register keeps its value after the engine's reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +31,7 @@ pub struct Program {
     code: Vec<u8>,
     ranges: Vec<Range<u64>>,
     pass_limit: u64,
+    rest: Duration,
 }
 
 impl Program {
@@ -47,7 +51,14 @@ impl Program {
             code,
             ranges,
             pass_limit,
+            rest: Duration::ZERO,
         }
+    }
+
+    /// As this program, with a rest after each page.
+    pub(crate) fn with_rest(self, rest: Duration) -> Result<Self, GuestError> {
+        Doorbell::rest(0, rest)?;
+        Ok(Self { rest, ..self })
     }
 
     /// The kind of program.
@@ -101,6 +112,7 @@ impl Program {
         let range = &self.ranges[vcpu as usize];
         let pages = range.end - range.start;
         let order = OrderParams::new(pages);
+        let rest = Doorbell::rest(vcpu, self.rest).expect("with_rest has checked it");
         let mut page = [0; PAGE_SIZE as usize];
         for (offset, value) in [
             (MAGIC, self.kind.magic()),
@@ -110,6 +122,7 @@ impl Program {
             (MASK, order.mask),
             (SHIFT, order.shift.into()),
             (PASS_LIMIT, self.pass_limit),
+            (REST, rest.into()),
         ] {
             set_word(&mut page, offset, value);
         }

@@ -2,8 +2,8 @@
 //!
 //! **Guarantee.** A verdict that holds means that every byte of RAM has its only correct value. The
 //! correct value is the one that the workload's machine code leaves in memory that keeps every
-//! store, given the number of pages done in each control page. One word is not judged: the order
-//! generator's state in a control page, a hint.
+//! store, given the number of pages done in each control page. Two words of a control page are not
+//! judged by their value: the order generator's state, a hint, and the rest, if it is one.
 //!
 //! **Mechanism.** The number of pages done gives the current pass. Replaying the pass's [`Order`]
 //! gives the set of pages already visited in it. Visited pages must have this pass's contents, all
@@ -20,10 +20,10 @@ pub use verdict::{GuestFinding, MAX_ERRORS, PageError, PageUse, Verdict};
 
 use crate::control::{
     DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, IN_PROGRESS,
-    PASS, PageBytes, STATE, set_word, word,
+    PASS, PageBytes, REST, STATE, set_word, word,
 };
 use crate::params::{WORD_SEQUENCE, WORDS};
-use crate::{Control, ErrorKind, Order, ProgramKind, Workload, model};
+use crate::{Control, Doorbell, ErrorKind, Order, ProgramKind, Workload, model};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use std::collections::BTreeMap;
 
@@ -243,7 +243,12 @@ impl Workload {
         ] {
             set_word(&mut constant, offset, 0);
         }
-        if constant != self.program().control(vcpu) {
+        let mut planned = self.program().control(vcpu);
+        // The VMM that started the guest has chosen the rest.
+        if Doorbell::is_rest(vcpu, word(bytes, REST)) {
+            set_word(&mut planned, REST, word(bytes, REST));
+        }
+        if constant != planned {
             return Err(ErrorKind::Torn);
         }
         Place::of(&control, self.memory_map().share_pages()).ok_or(ErrorKind::Torn)

@@ -6,6 +6,7 @@ use crate::program::forward_to_program;
 use crate::{GuestError, Isa, MemoryMap, Program, ProgramKind, code};
 use pageferry_addr::RamPage;
 use std::ops::Range;
+use std::time::Duration;
 
 /// The demo workload for a number of vCPUs and an amount of memory.
 ///
@@ -34,25 +35,23 @@ impl Workload {
     /// # Errors
     /// As [`MemoryMap::new`].
     pub fn new(isa: Isa, vcpus: u32, memory_bytes: u64) -> Result<Self, GuestError> {
-        Self::plan(isa, vcpus, memory_bytes, false)
-    }
-
-    /// Plans a workload that stores [`Event::Visited`](crate::Event::Visited) to the doorbell after
-    /// each page. So the VMM sets its pace.
-    ///
-    /// # Errors
-    /// As [`MemoryMap::new`].
-    pub fn paced(isa: Isa, vcpus: u32, memory_bytes: u64) -> Result<Self, GuestError> {
-        Self::plan(isa, vcpus, memory_bytes, true)
-    }
-
-    fn plan(isa: Isa, vcpus: u32, memory_bytes: u64, paced: bool) -> Result<Self, GuestError> {
         let map = MemoryMap::new(isa, vcpus, memory_bytes)?;
-        let code = code::workload(isa, map.share_pages(), paced);
+        let code = code::workload(isa, map.share_pages());
         let ranges = (0..vcpus).map(|vcpu| map.share(vcpu)).collect();
         Ok(Self {
             program: Program::new(ProgramKind::Workload, map, code, ranges, 0),
         })
+    }
+
+    /// The workload, with a rest of each vCPU after each page, in steps of 100 µs. The VMM lets it
+    /// rest ([`Event::Rest`](crate::Event::Rest)), so it sets the pace. The rest is in the guest's
+    /// memory: it goes where the guest goes.
+    ///
+    /// # Errors
+    /// If `rest` is longer than [`Doorbell::MAX_REST`](crate::Doorbell::MAX_REST).
+    pub fn with_rest(self, rest: Duration) -> Result<Self, GuestError> {
+        let program = self.program.with_rest(rest)?;
+        Ok(Self { program })
     }
 
     /// See [`MemoryMap::minimum_memory`].
@@ -77,7 +76,7 @@ impl Workload {
     }
 
     /// The number of instructions that the RV64 program retires per page, on average over a pass,
-    /// without those of a paced one for its doorbell. `None` for x86-64, where nobody counts them.
+    /// without the store that asks for a rest. `None` for x86-64, where nobody counts them.
     ///
     /// The number is exact from the second pass on if the guest finds no errors, with two
     /// exceptions. Pages above the hole take one instruction more. The end of a pass cuts off, on

@@ -9,7 +9,6 @@ use pageferry_machine::{
 use pageferry_migration::Resolver;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 /// Resolves faults on missing pages.
 pub trait Faults: Send + Sync {
@@ -50,15 +49,12 @@ pub struct Board {
     pub bus: MmioBus,
 }
 
-/// The pause of a paced workload after each page, while nobody waits for its progress.
-const REST: Duration = Duration::from_millis(2);
-
 /// The hooks of one VM.
 pub struct Hooks {
     faults: Option<Arc<dyn Faults>>,
     finished: AtomicU32,
     errors: AtomicU32,
-    /// The threads that wait for progress of a paced workload.
+    /// The threads for which the workload does not rest.
     hurried: AtomicU32,
     reset: OnceLock<Reset>,
     /// The devices of a kernel.
@@ -86,7 +82,7 @@ impl Hooks {
         self.finished.load(Ordering::SeqCst)
     }
 
-    /// Calls `wait`. A paced workload does its pages without a rest meanwhile.
+    /// Calls `wait`. The workload does its pages without a rest meanwhile.
     pub(crate) fn hurried<T>(&self, wait: impl FnOnce() -> T) -> T {
         self.hurried.fetch_add(1, Ordering::SeqCst);
         let waited = wait();
@@ -148,9 +144,9 @@ impl VcpuHooks for Hooks {
                 // A program that has ended would only signal again.
                 return HookVerdict::Park;
             }
-            Some(Event::Visited) => {
+            Some(Event::Rest(time)) => {
                 if self.hurried.load(Ordering::SeqCst) == 0 {
-                    std::thread::sleep(REST);
+                    std::thread::sleep(time);
                 }
             }
             // The guest also counts its errors on the vCPU's control page, which migrates with the

@@ -217,8 +217,7 @@ impl Vm {
         self.hooks.errors()
     }
 
-    /// Calls `wait`, which waits for progress of the guest. A paced workload rests after each page
-    /// at other times.
+    /// Calls `wait`, which waits for progress of the guest. The workload does not rest meanwhile.
     pub fn hurried<T>(&self, wait: impl FnOnce() -> T) -> T {
         self.hooks.hurried(wait)
     }

@@ -108,7 +108,7 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
     let mut child = Child::start(args, engine, interrupts)?;
     let mut linux = match &kernel {
         None => {
-            vm.load()?;
+            vm.load(Duration::ZERO)?;
             vm.threads().resume();
             None
         }

@@ -92,13 +92,15 @@ impl Vm {
         })
     }
 
-    /// Writes the guest program into memory. The VM stays paused.
+    /// Writes the guest program into memory, with this rest after each page. The VM stays paused.
     ///
     /// # Errors
-    /// When the engine refuses the start state.
-    pub(crate) fn load(&self) -> Result<(), Failure> {
+    /// When the engine refuses the start state, or a rest is too long.
+    pub(crate) fn load(&self, rest: Duration) -> Result<(), Failure> {
         if let Some(workload) = &self.workload {
-            self.inner.load(workload.program())?;
+            let resting = workload.clone().with_rest(rest);
+            let resting = resting.map_err(|e| Failure::new(Exit::Usage, e.to_string()))?;
+            self.inner.load(resting.program())?;
         }
         Ok(())
     }

@@ -20,9 +20,9 @@ use crate::ErrorKind;
 use crate::address_space::{HOLE_BYTES, HOLE_PAGE};
 use crate::control::{
     DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, FIRST,
-    IN_PROGRESS, MAGIC, MASK, PAGES, PASS, SHIFT, STATE, VCPU,
+    IN_PROGRESS, MAGIC, MASK, PAGES, PASS, REST, SHIFT, STATE, VCPU,
 };
-use crate::event::{EVENT_ERROR, EVENT_SHIFT, EVENT_VISITED, KIND_SHIFT};
+use crate::event::{EVENT_ERROR, EVENT_SHIFT, KIND_SHIFT};
 use crate::params::{
     FILL_INCREMENT, FILL_MULTIPLIER, GOLDEN, HASH_MULTIPLIER, HASH_START, ORDER_MULTIPLIER,
     PAGE_MAGIC, UNROLL, WORD_CHECKSUM, WORD_INDEX, WORD_PAYLOAD, WORD_SEQUENCE, WORD_TAG, WORDS,
@@ -45,13 +45,13 @@ pub(crate) const INSTRUCTIONS_PER_PASS: u64 = 14;
 pub(crate) const INSTRUCTIONS_PER_STEP: u64 = 6;
 /// Instructions of a visit (from the second pass on, below the hole), without those of the order
 /// generator.
-pub(crate) const INSTRUCTIONS_PER_VISIT: u64 = 54 + ROUNDS * (UNROLL as u64 * (3 + 5) + 2 * 2);
+pub(crate) const INSTRUCTIONS_PER_VISIT: u64 = 56 + ROUNDS * (UNROLL as u64 * (3 + 5) + 2 * 2);
 
-pub(super) fn assemble(paced: bool) -> Vec<u8> {
+pub(super) fn assemble() -> Vec<u8> {
     let mut ops = VecAssembler::<RiscvRelocation>::new(0);
     start_and_choose(&mut ops);
     verify(&mut ops);
-    rewrite(&mut ops, paced);
+    rewrite(&mut ops);
     classify(&mut ops);
     report(&mut ops);
     ops.finalize()
@@ -163,8 +163,8 @@ fn verify(ops: &mut VecAssembler<RiscvRelocation>) {
 }
 
 /// Rewrites the page in ascending order, between the two stores that publish it as in progress.
-/// Then counts it.
-fn rewrite(ops: &mut VecAssembler<RiscvRelocation>, paced: bool) {
+/// Then counts it, and asks for a rest if the control page says so.
+fn rewrite(ops: &mut VecAssembler<RiscvRelocation>) {
     dynasm!(ops
         ; .arch riscv64i
         ; .feature m
@@ -216,14 +216,10 @@ fn rewrite(ops: &mut VecAssembler<RiscvRelocation>, paced: bool) {
         ; addi s5, s5, 1
         ; sd s5, [a0, DONE as i32]
         ; sd zero, [a0, IN_PROGRESS as i32]
-    );
-    if paced {
-        dynasm!(ops ; .arch riscv64i ; mv t4, zero);
-        ring(ops, EVENT_VISITED);
-    }
-    dynasm!(ops
-        ; .arch riscv64i
-        ; .feature m
+        ; ld t1, [a0, REST as i32]
+        ; beqz t1, >on
+        ; sw t1, [a1, 0]
+        ;on:
         ; addi s6, s6, -1
         ; bnez s6, ->visit
         ; addi s4, s4, 1

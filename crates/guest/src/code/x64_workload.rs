@@ -16,9 +16,9 @@ use crate::ErrorKind;
 use crate::address_space::{DOORBELL_GPA, HOLE_BYTES, HOLE_PAGE};
 use crate::control::{
     DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, FIRST,
-    IN_PROGRESS, MAGIC, PASS, STATE, VCPU,
+    IN_PROGRESS, MAGIC, PASS, REST, STATE, VCPU,
 };
-use crate::event::{EVENT_ERROR, EVENT_SHIFT, EVENT_VISITED, KIND_SHIFT};
+use crate::event::{EVENT_ERROR, EVENT_SHIFT, KIND_SHIFT};
 use crate::order::OrderParams;
 use crate::params::{
     FILL_INCREMENT, FILL_MULTIPLIER, GOLDEN, HASH_MULTIPLIER, HASH_START, ORDER_MULTIPLIER,
@@ -38,11 +38,11 @@ const CHECKSUM: i32 = 8 * WORD_CHECKSUM as i32;
 const PAGE_END: i32 = 8 * WORDS as i32;
 const STRIDE: i32 = 8 * UNROLL as i32;
 
-pub(super) fn assemble(share_pages: u64, paced: bool) -> Vec<u8> {
+pub(super) fn assemble(share_pages: u64) -> Vec<u8> {
     let mut ops = VecAssembler::<X64Relocation>::new(0);
     start_and_choose(&mut ops, share_pages);
     verify(&mut ops);
-    rewrite(&mut ops, paced);
+    rewrite(&mut ops);
     classify(&mut ops);
     report(&mut ops);
     ops.finalize()
@@ -142,8 +142,8 @@ fn verify(ops: &mut VecAssembler<X64Relocation>) {
 }
 
 /// Rewrites the page in ascending order, between the two stores that publish it as in progress.
-/// Then counts it.
-fn rewrite(ops: &mut VecAssembler<X64Relocation>, paced: bool) {
+/// Then counts it, and asks for a rest if the control page says so.
+fn rewrite(ops: &mut VecAssembler<X64Relocation>) {
     dynasm!(ops
         ; .arch x64
         ;->write:
@@ -197,13 +197,12 @@ fn rewrite(ops: &mut VecAssembler<X64Relocation>, paced: bool) {
         ; inc r9
         ; mov [rdi + DONE as i32], r9
         ; mov QWORD [rdi + IN_PROGRESS as i32], 0
-    );
-    if paced {
-        dynasm!(ops ; .arch x64 ; xor ebx, ebx);
-        ring(ops, EVENT_VISITED);
-    }
-    dynasm!(ops
-        ; .arch x64
+        ; mov eax, [rdi + REST as i32]
+        ; test eax, eax
+        ; jz >on
+        ; mov ecx, DOORBELL_GPA.0 as i32
+        ; mov [rcx], eax
+        ;on:
         ; dec r15
         ; jnz ->visit
         ; inc r8

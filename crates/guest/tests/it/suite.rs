@@ -1,7 +1,7 @@
 //! Tests of a guest that every engine must pass.
 
 use pageferry_addr::RamPage;
-use pageferry_guest::control::{DONE, PASS, STATE};
+use pageferry_guest::control::{DONE, PASS, REST, STATE};
 use pageferry_guest::model::{self, ModelVcpu};
 use pageferry_guest::{
     Control, Doorbell, ErrorKind, Event, HOLE_START, Isa, MemoryMap, Order, PageBytes, Program,
@@ -227,21 +227,34 @@ pub(crate) fn the_guest_reports_a_lost_and_a_stale_control_page<V: TestVm>() {
     }
 }
 
-pub(crate) fn a_paced_workload_says_that_a_page_is_done_and_goes_on<V: TestVm>() {
-    let workload = Workload::paced(V::ISA, 1, 1 << 20).unwrap();
+pub(crate) fn a_workload_asks_for_a_rest_after_each_page_and_goes_on<V: TestVm>() {
+    let rest = Duration::from_micros(1500);
+    let workload = Workload::new(V::ISA, 1, 1 << 20).unwrap();
+    let unknown = workload.clone();
+    let workload = workload.with_rest(rest).unwrap();
     let mut vm = V::boot(workload.program());
-    let visited = Doorbell {
+    let rests = Doorbell {
         vcpu: 0,
-        event: Event::Visited,
+        event: Event::Rest(rest),
     };
     // The second pass also compares the pages with those of the first.
     for done in 1..=2 * workload.memory_map().share_pages() {
-        assert_eq!(run_until_doorbell(&mut vm, 1000), [visited]);
+        assert_eq!(run_until_doorbell(&mut vm, 1000), [rests]);
         let control = control(&vm, &workload, 0);
         assert_eq!((control.done, control.in_progress), (done, None));
     }
-    let verdict = workload.verify(&mut reader(&vm)).unwrap();
-    assert!(verdict.holds(), "{verdict:?}");
+    // The destination of a VM does not know the rest.
+    for workload in [&workload, &unknown] {
+        let verdict = workload.verify(&mut reader(&vm)).unwrap();
+        assert!(verdict.holds(), "{verdict:?}");
+    }
+    let page = workload.control_page(0);
+    let mut bytes = vm.read(page);
+    // The value of another vCPU is no rest of this one.
+    bytes[REST] ^= 1;
+    vm.write(page, &bytes);
+    let verdict = unknown.verify(&mut reader(&vm)).unwrap();
+    assert!(!verdict.host_holds(), "{verdict:?}");
 }
 
 pub(crate) fn the_toucher_touches_every_page_on_both_sides_of_the_hole<V: TestVm>() {

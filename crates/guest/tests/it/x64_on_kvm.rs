@@ -24,9 +24,9 @@ fn the_guest_reports_a_lost_and_a_stale_control_page() {
 }
 
 #[test]
-fn a_paced_workload_says_that_a_page_is_done_and_goes_on() {
+fn a_workload_asks_for_a_rest_after_each_page_and_goes_on() {
     if usable() {
-        crate::suite::a_paced_workload_says_that_a_page_is_done_and_goes_on::<Vm>();
+        crate::suite::a_workload_asks_for_a_rest_after_each_page_and_goes_on::<Vm>();
     }
 }
 

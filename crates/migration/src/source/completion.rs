@@ -16,8 +16,6 @@ use crate::sync::Ordering;
 use pageferry_addr::PAGE_SIZE;
 use std::time::{Duration, Instant};
 
-use super::SourceConfig;
-
 pub(super) fn new_report() -> SourceReport {
     SourceReport {
         phases: vec![PhaseStart {
@@ -88,7 +86,7 @@ impl Supervisor<'_, '_, '_> {
         let now = self.shared.figures.urgent.load(Ordering::Relaxed);
         if now != self.quiet.0 {
             self.quiet = (now, Instant::now());
-        } else if self.quiet.1.elapsed() > SourceConfig::QUIET {
+        } else if self.quiet.1.elapsed() > self.config.push_after {
             self.guest.precopy.postcopy_began = Some(Instant::now());
             self.shared.set_mode(Mode::Push);
             self.link.channels.ring();

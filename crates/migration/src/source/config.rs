@@ -20,10 +20,10 @@ pub struct SourceConfig {
     ///
     /// [`SourceSession::set`]: crate::SourceSession::set
     pub settings: Settings,
-    /// Whether the background push begins at the start of post-copy. Otherwise it begins when the
-    /// guest has requested no page for [`SourceConfig::QUIET`]. That is for measurements of urgent
-    /// pages without a push.
-    pub push_background: bool,
+    /// The background push begins when the guest has requested no page for longer than this. With
+    /// zero, it begins at the start of post-copy. More is for measurements of urgent pages without
+    /// a push.
+    pub push_after: Duration,
     /// Whether requested pages have a way of their own. Otherwise they follow, on the bulk
     /// channels, what was sent there before: first come, first served. That is for comparisons.
     pub preempt: bool,
@@ -55,8 +55,6 @@ pub struct SourceConfig {
 }
 
 impl SourceConfig {
-    /// The time without a request after which a delayed push begins.
-    pub const QUIET: Duration = Duration::from_millis(300);
     /// The default of [`Self::queue`].
     pub const QUEUE: Duration = Duration::from_micros(100);
     /// The least value of [`Self::queue`].
@@ -71,7 +69,7 @@ impl Default for SourceConfig {
     fn default() -> Self {
         Self {
             settings: Settings::default(),
-            push_background: true,
+            push_after: Duration::ZERO,
             preempt: true,
             prefetch: true,
             queue: Self::QUEUE,

@@ -775,7 +775,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
     fn start_push(&mut self) {
         let urgent = self.shared.figures.urgent.load(Ordering::Relaxed);
         self.quiet = (urgent, Instant::now());
-        self.shared.set_mode(if self.config.push_background {
+        self.shared.set_mode(if self.config.push_after.is_zero() {
             Mode::Push
         } else {
             Mode::Answer

@@ -11,6 +11,7 @@ use crate::support::{
     receive_on,
 };
 use pageferry_addr::RamPage;
+use pageferry_harness::deliveries_of;
 use pageferry_machine::{
     Backing, BlackoutCost, Delivery, Engine, GuestRam, Machine, MachineError, MachineKind,
 };
@@ -222,7 +223,8 @@ fn a_machine_without_a_log_is_never_asked_for_it() {
 #[test]
 fn a_machine_without_a_log_has_no_precopy_where_no_bytes_are_kept() {
     const NAME: &str = "a_machine_without_a_log_has_no_precopy_where_no_bytes_are_kept";
-    if !kvm_usable(NAME) || !kvm_deliveries(NAME).contains(&Delivery::Missing) {
+    if !kvm_usable(NAME) || !deliveries_of(Engine::Kvm, Backing::Shmem).contains(&Delivery::Missing)
+    {
         return;
     }
     let vm = written(Engine::Kvm, 16 * MIB);

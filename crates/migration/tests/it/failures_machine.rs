@@ -15,7 +15,7 @@ use pageferry_userfault::PageBitmap;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The failure of a machine.
 #[derive(Clone, Copy, Debug)]
@@ -176,7 +176,7 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
     let config = SourceConfig {
         settings: Switch::AfterPasses(0).into(),
         // A push could bring every page before enough of them are requested.
-        push_background: false,
+        push_after: Duration::MAX,
         ..SourceConfig::default()
     };
     let arrived = OnceLock::new();

@@ -360,7 +360,8 @@ fn a_destination_may_ask_twice_and_late() {
     for listener in [tcp(), unix()] {
         let vm = full_vm();
         let config = SourceConfig {
-            push_background: false,
+            // The peer's first request comes sooner.
+            push_after: Duration::from_secs(1),
             ..config(0, LONG)
         };
         let tried = attempt_on(listener, &vm, &config, |peer, _| {

@@ -282,9 +282,13 @@ fn a_destination_that_repeats_a_request() {
         return;
     }
     let vm = vm();
-    for (push_background, preempt) in [(false, true), (true, true), (true, false)] {
+    for (push_after, preempt) in [
+        (Duration::MAX, true),
+        (Duration::ZERO, true),
+        (Duration::ZERO, false),
+    ] {
         let config = SourceConfig {
-            push_background,
+            push_after,
             preempt,
             ..config(0, LONG)
         };

@@ -115,7 +115,7 @@ fn recorded() -> Record {
     let session = SourceSession::new().unwrap();
     // Without a push, vCPUs request what is missing.
     let config = SourceConfig {
-        push_background: false,
+        push_after: Duration::from_millis(300),
         ..SourceConfig::default()
     };
     std::thread::scope(|scope| {

@@ -114,7 +114,7 @@ fn a_destination_that_confirms_no_answer_loses_its_connections() {
     const MOST: usize = 65_536 + 1024;
     let vm = WorkloadVm::booted(Engine::Soft, 1, 320 * MIB);
     let config = SourceConfig {
-        push_background: false,
+        push_after: Duration::MAX,
         ..config(0, LONG)
     };
     // On TCP the reset would take answers away that are unread.

@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
@@ -127,7 +127,7 @@ fn move_beside_vmm_threads(
             let mut random = Random::new(1);
             for writes in 0.. {
                 match expected.change(&mut random, |at, bytes| from_ram.try_write(at, bytes)) {
-                    Ok(()) => std::thread::sleep(std::time::Duration::from_micros(50)),
+                    Ok(()) => std::thread::sleep(Duration::from_micros(50)),
                     Err(AccessError::Frozen) => return writes,
                     Err(error) => panic!("{error}"),
                 }
@@ -152,7 +152,7 @@ fn move_beside_vmm_threads(
         });
         let config = SourceConfig {
             settings: Switch::AfterPasses(passes).into(),
-            push_background: false,
+            push_after: Duration::from_millis(300),
             ..SourceConfig::default()
         };
         migrate_running(&source.running(), &address_of(&destination), &config).unwrap();

@@ -377,6 +377,9 @@ impl Source {
                 "2",
                 "--memory",
                 memory,
+                // Guests at full speed would take the cores from the tests.
+                "--rest",
+                "300us",
                 "--control",
                 socket.to_str().unwrap(),
             ],
