@@ -48,7 +48,7 @@ mod model;
 
 pub use queue::ReceiptError;
 
-use crate::sync::{AtomicI64, AtomicU64, Mutex, MutexGuard, Ordering};
+use crate::sync::{AtomicBool, AtomicI64, AtomicU64, Mutex, MutexGuard, Ordering};
 use core::ops::Range;
 use pageferry_addr::RamPage;
 use pageferry_userfault::{OutOfMemory, PageBitmap};
@@ -91,6 +91,7 @@ pub(crate) struct Ledger {
     /// A figure for people: nothing is decided by it, so its order does not matter.
     acknowledged_bytes: AtomicU64,
     queues: Box<[Mutex<Queue>]>,
+    closed: AtomicBool,
 }
 
 impl Ledger {
@@ -107,7 +108,15 @@ impl Ledger {
             unacknowledged: AtomicI64::new(0),
             acknowledged_bytes: AtomicU64::new(0),
             queues: (0..channels).map(|_| Mutex::default()).collect(),
+            closed: AtomicBool::new(false),
         })
+    }
+
+    /// Sets whether threads of channels may claim pages. Once the ledger is closed and nothing is in
+    /// flight, the unsent pages are all that is missing, and only the caller changes them: a claim
+    /// counts as in flight before it looks whether it may.
+    pub(crate) fn set_closed(&self, closed: bool) {
+        self.closed.store(closed, Ordering::SeqCst);
     }
 
     /// The unsent pages, for searches. Only the ledger changes the bits: it counts them.
@@ -146,8 +155,22 @@ impl Ledger {
 
     /// Claims one page. Returns whether the caller has to send it.
     pub(crate) fn claim(&self, page: RamPage) -> bool {
+        self.claim_one(page, self.may_claim())
+    }
+
+    /// As [`Self::claim`], for the thread that has closed the ledger.
+    pub(crate) fn claim_closed(&self, page: RamPage) -> bool {
+        self.claim_one(page, || true)
+    }
+
+    fn claim_one(&self, page: RamPage, may: impl Fn() -> bool) -> bool {
         let bit = 1 << (page.index() % BITS);
-        self.unsent.test(page) && self.claim_bits(page.index() / BITS, bit) != 0
+        self.unsent.test(page) && self.claim_bits(page.index() / BITS, bit, may) != 0
+    }
+
+    /// Whether a thread of a channel may claim.
+    fn may_claim(&self) -> impl Fn() -> bool {
+        move || !self.closed.load(Ordering::SeqCst)
     }
 
     /// Claims unsent pages that follow each other, at most `limit` (0 counts as 1). They are the
@@ -173,7 +196,7 @@ impl Ledger {
             let (word, mask) = masks(at..run.end).next().expect("not empty");
             let base = word * BITS;
             let (stretch, end) = first_stretch(mask & !self.in_flight.word(word));
-            let got = self.claim_bits(word, stretch);
+            let got = self.claim_bits(word, stretch, self.may_claim());
             let (kept, kept_end) = first_stretch(got);
             self.unclaim_bits(word, got & !kept);
             if kept == 0 {
@@ -354,13 +377,14 @@ impl Ledger {
         queue.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Claims those of `bits` that are unsent and not in flight. Returns them.
-    fn claim_bits(&self, word: usize, bits: u64) -> u64 {
+    /// Claims those of `bits` that are unsent and not in flight, if the caller `may`. Returns them.
+    fn claim_bits(&self, word: usize, bits: u64, may: impl Fn() -> bool) -> u64 {
         if bits == 0 {
             return 0;
         }
         let wanted = i64::from(bits.count_ones());
         self.in_flight_count.fetch_add(wanted, Ordering::SeqCst);
+        let bits = if may() { bits } else { 0 };
         let owned = self.in_flight.or_word(word, bits);
         let claimed = self.unsent.take_word(word, owned);
         if owned != claimed {

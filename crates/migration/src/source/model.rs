@@ -138,6 +138,7 @@ impl Copying {
     /// As the supervisor: two passes and a harvest after each.
     fn supervise(&self) {
         for _ in 0..2 {
+            self.ledger.set_closed(false);
             self.modes.set(Mode::Copy);
             for _ in 0..8 {
                 if self.ledger.unacknowledged() == 0 {
@@ -145,10 +146,16 @@ impl Copying {
                 }
                 thread::yield_now();
             }
+            self.ledger.set_closed(true);
             self.modes.set(Mode::Hold);
             if self.ledger.in_flight() > 0 {
                 return;
             }
+            // What a switch-over announces stays true.
+            let missing = self.ledger.unsent_count();
+            thread::yield_now();
+            assert_eq!(self.ledger.unsent_count(), missing, "a late claim");
+            assert_eq!(self.ledger.unsent_runs().count() as u64, missing);
             if self.dirty.swap(0, Relaxed) == 1 {
                 self.ledger.set_unsent(0..1);
             }

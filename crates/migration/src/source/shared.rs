@@ -206,9 +206,11 @@ impl<'a> Shared<'a> {
 
     /// Changes the mode. A thread that has claimed pages looks at the turn again, and gives them
     /// back if it has changed. So once this has returned and nothing is in flight, nothing is sent
-    /// in the old mode. The supervisor rings the bells of the sending threads afterwards.
+    /// in the old mode. While the mode is [`Mode::Hold`], no thread claims a page. The supervisor
+    /// rings the bells of the sending threads afterwards.
     pub(super) fn set_mode(&self, mode: Mode) {
         self.cursor.store(0, Ordering::Relaxed);
+        self.ledger.set_closed(mode == Mode::Hold);
         self.modes.set(mode);
     }
 

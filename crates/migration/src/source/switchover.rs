@@ -74,7 +74,7 @@ impl Supervisor<'_, '_, '_> {
         let states = self.guest.vm.vcpus.save()?;
         let machine = self.guest.vm.machine;
         for page in states.iter().flat_map(|state| machine.state_pages(state)) {
-            if ledger.claim(page) {
+            if ledger.claim_closed(page) {
                 ledger.acknowledge(page.index()..page.index() + 1);
             }
         }
@@ -119,7 +119,7 @@ impl Supervisor<'_, '_, '_> {
 
 impl Supervisor<'_, '_, '_> {
     /// Waits until no page is under way. Usually none is: a thread may just have claimed some when
-    /// the last pass ended.
+    /// the last pass ended. It can claim none from now on.
     fn wait_for_silence(&self) -> Result<(), MigrationError> {
         let began = Instant::now();
         while self.shared.ledger.in_flight() > 0 {
