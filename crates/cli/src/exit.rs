@@ -268,7 +268,11 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
         MigrationError::Channel(_)
         | MigrationError::LinkLost(_)
         | MigrationError::GaveUp { .. }
-        | MigrationError::Timeout(_) => Exit::BrokenOff,
+        | MigrationError::Timeout(_)
+        | MigrationError::PeerGaveUp {
+            code: ErrorCode::Silence,
+            ..
+        } => Exit::BrokenOff,
         MigrationError::Refused(
             Status::VersionUnsupported
             | Status::Malformed
@@ -332,6 +336,7 @@ mod tests {
                 ErrorCode::Protocol => Exit::Protocol,
                 ErrorCode::SetupRefused | ErrorCode::Busy => Exit::Refused,
                 ErrorCode::Resources | ErrorCode::Machine | ErrorCode::Internal => Exit::Internal,
+                ErrorCode::Silence => Exit::BrokenOff,
                 other => panic!("{other:?} has no class here"),
             };
             assert_eq!(of_migration(&error), expected, "{code:?}");

@@ -8,6 +8,7 @@
 
 use crate::channel::{ChannelError, Connection, Origin};
 use crate::error::MigrationError;
+use crate::limits::Silence;
 use crate::nap::sleep_on;
 use crate::outbox::Outbox;
 use crate::protocol_error::ProtocolError;
@@ -113,7 +114,7 @@ pub(crate) struct ControlLink {
     decoded: usize,
     /// Whether the last receive stopped at its limit.
     more: bool,
-    heard: Instant,
+    silence: Silence,
 }
 
 impl ControlLink {
@@ -135,7 +136,7 @@ impl ControlLink {
             input: Vec::new(),
             decoded: 0,
             more: false,
-            heard: Instant::now(),
+            silence: Silence::new(),
         }
     }
 
@@ -194,12 +195,13 @@ impl ControlLink {
 
     /// Whether the peer has said nothing for longer than `patience`.
     pub(crate) fn is_silent(&self, patience: Duration) -> bool {
-        !self.more && self.connection.is_silent(self.heard, patience)
+        // This side may have been late: then bytes wait.
+        !self.more && self.silence.exceeds(patience) && !self.connection.has_unread()
     }
 
     /// Does not count the silence until now.
     pub(crate) fn forgive_silence(&mut self) {
-        self.heard = Instant::now();
+        self.silence = Silence::new();
     }
 
     /// Whether a part of a frame has arrived.
@@ -307,7 +309,7 @@ impl ControlLink {
                 }
                 Err(error) => return Err(error.into()),
             }
-            self.heard = Instant::now();
+            self.silence = Silence::new();
         }
     }
 

@@ -177,6 +177,7 @@ impl MigrationError {
             Self::Mismatch(_) => ErrorCode::SetupRefused,
             Self::Machine(_) | Self::Device { .. } => ErrorCode::Machine,
             Self::Os { .. } | Self::OutOfMemory(_) => ErrorCode::Resources,
+            Self::Timeout(_) => ErrorCode::Silence,
             _ => ErrorCode::Internal,
         }
     }

@@ -1,11 +1,13 @@
 //! The time limits of a session.
 
 use crate::handshake::HELLO_LIMIT;
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The time limits of a session. Each measures silence: the time for which a peer that is due to
-/// send says nothing at all. A slow peer that goes on sending exceeds none of them.
+/// send says nothing at all. A slow peer that goes on sending exceeds none of them. A side does not
+/// count the time for which its own host let it not run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// The longest silence of a channel before the VM is handed over. The migration then fails, and
@@ -46,6 +48,46 @@ impl Limits {
     pub(crate) const INTERVAL: Duration = Duration::from_millis(25);
 }
 
+/// The silence of a peer on a channel, in the time for which this side ran.
+///
+/// A thread looks several times in [`Self::LOOK`]. So if more time has passed since its last look, the
+/// host has not let it run, and the peer may have had no better luck.
+#[derive(Debug)]
+pub(crate) struct Silence {
+    heard: Instant,
+    looked: Cell<Instant>,
+    counted: Cell<Duration>,
+}
+
+impl Silence {
+    /// The most that counts between two looks.
+    const LOOK: Duration = Duration::from_millis(4 * Limits::INTERVAL.as_millis() as u64);
+
+    /// Silence from now on.
+    pub(crate) fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            heard: now,
+            looked: Cell::new(now),
+            counted: Cell::new(Duration::ZERO),
+        }
+    }
+
+    /// The time at which the peer was last heard.
+    pub(crate) fn since(&self) -> Instant {
+        self.heard
+    }
+
+    /// Whether the silence is longer than `patience`.
+    pub(crate) fn exceeds(&self, patience: Duration) -> bool {
+        let now = Instant::now();
+        let passed = now.duration_since(self.looked.replace(now));
+        self.counted
+            .set(self.counted.get() + passed.min(Self::LOOK));
+        self.counted.get() > patience
+    }
+}
+
 /// The longest silence that a channel may have now. It changes when the VM is handed over.
 #[derive(Debug)]
 pub(crate) struct Patience(AtomicU64);
@@ -64,5 +106,22 @@ impl Patience {
 
     pub(crate) fn get(&self) -> Duration {
         Duration::from_millis(self.0.load(Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_in_which_this_side_did_not_run_is_no_silence() {
+        let silence = Silence::new();
+        let patience = 2 * Silence::LOOK;
+        for looks in 1..=2 {
+            std::thread::sleep(2 * Silence::LOOK);
+            assert!(!silence.exceeds(patience), "after {looks} looks");
+        }
+        std::thread::sleep(Silence::LOOK / 4);
+        assert!(silence.exceeds(patience));
     }
 }

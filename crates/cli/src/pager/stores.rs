@@ -8,6 +8,7 @@ use crate::args::TlsArgs;
 use crate::exit::Exit;
 use crate::exit::Failure;
 use clap::Args;
+#[cfg(feature = "object-store")]
 use pageferry_harness::size;
 use pageferry_pager::{Store, Stores};
 use std::sync::Arc;

@@ -10,7 +10,6 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
 use super::raw::{Cursor, RawSlice};
 use super::tls::Session;
@@ -220,12 +219,6 @@ impl Connection {
     pub(crate) fn has_unread(&self) -> bool {
         let mut fds = [PollFd::new(self, PollFlags::IN)];
         self.has_pending() || poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0)
-    }
-
-    /// Whether the peer has said nothing for longer than `patience`. `heard` is the time at which
-    /// this side last received bytes. This side may have been late: then they wait.
-    pub(crate) fn is_silent(&self, heard: Instant, patience: Duration) -> bool {
-        heard.elapsed() > patience && !self.has_unread()
     }
 
     /// Whether the peer's kernel has not confirmed all bytes that the socket has taken.

@@ -15,6 +15,7 @@ use super::shared::Letter;
 use crate::channel::Connection;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
+use crate::limits::Silence;
 use crate::outbox::Outbox;
 use crate::protocol_error::ProtocolError;
 use crate::session::{ChannelId, Generation};
@@ -23,7 +24,7 @@ use crate::wire::{PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage};
 use pageferry_addr::RamPage;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The size of the buffer, in replies with their pages.
 const REPLIES: usize = 8;
@@ -65,7 +66,7 @@ struct Open {
     filled: usize,
     placed: u64,
     receipted: u64,
-    heard: Instant,
+    silence: Silence,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -91,7 +92,6 @@ impl UrgentChannel {
 
     /// Takes a new connection. The place must be empty.
     pub(super) fn open(&self, generation: Generation, id: ChannelId, connection: Arc<Connection>) {
-        let now = Instant::now();
         let mut holder = lock(&self.holder);
         *lock(&self.connection) = Some(Arc::clone(&connection));
         holder.last = Some((id, 0));
@@ -104,7 +104,7 @@ impl UrgentChannel {
             filled: 0,
             placed: 0,
             receipted: 0,
-            heard: now,
+            silence: Silence::new(),
         });
         self.clogged.store(false, Ordering::Release);
         self.open.store(true, Ordering::Release);
@@ -222,7 +222,7 @@ impl UrgentChannel {
         if open.out.silence() >= interval && open.out.is_empty() {
             open.out.push(&UrgentMessage::alive());
         }
-        let outcome = if open.heard.elapsed() > patience {
+        let outcome = if open.silence.exceeds(patience) {
             Err(MigrationError::Timeout("anything on an urgent channel"))
         } else {
             open.flush()
@@ -263,7 +263,7 @@ impl Open {
             let Some(got) = self.connection.recv_pending(room, "urgent reply")? else {
                 return Ok(());
             };
-            self.heard = Instant::now();
+            self.silence = Silence::new();
             let read_ns = monotonic_ns();
             self.filled += got;
             let mut at = 0;

@@ -11,7 +11,7 @@ use crate::bell::Bell;
 use crate::channel::{Connection, Wait};
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
-use crate::limits::Limits;
+use crate::limits::{Limits, Silence};
 use crate::nap::sleep_on;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
@@ -49,7 +49,7 @@ pub(super) struct Bulk<'a> {
 struct Incoming {
     buffer: [u8; FRAMES * HEADER_BYTES],
     filled: usize,
-    heard: Instant,
+    silence: Silence,
     error: Option<MigrationError>,
     /// The frames with a receipt.
     frames: u64,
@@ -78,7 +78,7 @@ impl<'a> Bulk<'a> {
         let incoming = RefCell::new(Incoming {
             buffer: [0; FRAMES * HEADER_BYTES],
             filled: 0,
-            heard: Instant::now(),
+            silence: Silence::new(),
             error: None,
             frames: 0,
             governor: None,
@@ -294,7 +294,8 @@ impl<'a> Bulk<'a> {
     }
 
     fn is_silent(&self, incoming: &RefCell<Incoming>) -> bool {
-        incoming.borrow().heard.elapsed() > self.shared.patience.get()
+        let patience = self.shared.patience.get();
+        incoming.borrow().silence.exceeds(patience)
     }
 
     /// Takes the receipts that have arrived. An error stays in `incoming`.
@@ -336,7 +337,7 @@ impl Incoming {
             let Some(got) = bulk.connection.recv_pending(room, "receipt")? else {
                 return Ok(());
             };
-            self.heard = Instant::now();
+            self.silence = Silence::new();
             let now = monotonic_ns();
             self.filled += got;
             let mut at = 0;

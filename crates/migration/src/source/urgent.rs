@@ -10,7 +10,7 @@ use super::shared::{Mode, Shared};
 use crate::bell::Bell;
 use crate::channel::{Connection, Spinner, Wait};
 use crate::error::MigrationError;
-use crate::limits::Limits;
+use crate::limits::{Limits, Silence};
 use crate::nap::sleep_on;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
@@ -60,7 +60,7 @@ struct Incoming<'a> {
     filled: usize,
     /// Pages to answer, which the ledger has given to this thread.
     claimed: Vec<Claimed<'a>>,
-    heard: Instant,
+    silence: Silence,
     error: Option<MigrationError>,
 }
 
@@ -71,7 +71,7 @@ impl<'a> Urgent<'a> {
             buffer: [0; REQUESTS * URGENT_BYTES],
             filled: 0,
             claimed: Vec::with_capacity(REQUESTS),
-            heard: Instant::now(),
+            silence: Silence::new(),
             error: None,
         });
         crate::latency::prefer_short_slices();
@@ -177,7 +177,8 @@ impl<'a> Urgent<'a> {
     }
 
     fn is_silent(&self, incoming: &RefCell<Incoming<'a>>) -> bool {
-        incoming.borrow().heard.elapsed() > self.shared.patience.get()
+        let patience = self.shared.patience.get();
+        incoming.borrow().silence.exceeds(patience)
     }
 
     /// Takes the messages that have arrived, and claims the requested pages. An error stays in
@@ -213,7 +214,7 @@ impl<'a> Incoming<'a> {
             let Some(got) = got else {
                 return Ok(());
             };
-            self.heard = Instant::now();
+            self.silence = Silence::new();
             self.filled += got;
             let mut at = 0;
             while let Some(bytes) = self.buffer[at..self.filled].first_chunk::<URGENT_BYTES>() {
@@ -249,7 +250,7 @@ impl<'a> Incoming<'a> {
                 if shared.ledger.claim(page) {
                     self.claimed.push(Claimed {
                         page,
-                        arrived: self.heard,
+                        arrived: self.silence.since(),
                         _due: shared.gate.to_answer(),
                     });
                 } else {

@@ -22,17 +22,20 @@ pub enum ErrorCode {
     Internal = 5,
     /// The destination took another source, and did nothing with this one. A retry may succeed.
     Busy = 7,
+    /// The other side said nothing for too long.
+    Silence = 8,
 }
 
 impl ErrorCode {
     /// Every code, in the order of their numbers.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Protocol,
         Self::SetupRefused,
         Self::Resources,
         Self::Machine,
         Self::Internal,
         Self::Busy,
+        Self::Silence,
     ];
 
     pub(super) fn from_number(number: u64) -> Result<Self, WireError> {
