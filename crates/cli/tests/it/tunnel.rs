@@ -92,8 +92,8 @@ fn one_migration_is_carried_and_its_result_is_described() {
         .map(|line| serde_json::from_str(line).unwrap())
         .collect();
     assert_eq!(events.first().unwrap()["event"], "began");
-    // A connection that comes after the session has ended is a stranger's, and told after it. Such an
-    // event has an object in place of a name.
+    // A connection that comes after the session has ended is a stranger's, and told after it. Such
+    // an event has an object in place of a name.
     let of_session = |event: &&serde_json::Value| event["event"].is_string();
     let last = events.iter().rfind(of_session).unwrap();
     assert_eq!(last["event"], "ended");

@@ -151,7 +151,7 @@ impl Copying {
             if self.ledger.in_flight() > 0 {
                 return;
             }
-            // What a switch-over announces stays true.
+            // A switch-over announces this number.
             let missing = self.ledger.unsent_count();
             thread::yield_now();
             assert_eq!(self.ledger.unsent_count(), missing, "a late claim");

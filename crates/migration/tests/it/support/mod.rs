@@ -28,8 +28,8 @@ pub(crate) fn kvm_usable(test: &str) -> bool {
     !missing.is_some_and(|why| skip("kvm", format_args!("{test}: {why}")))
 }
 
-/// One of the fault deliveries of KVM that this host offers, by rotation, or all of them in the slow
-/// tests. Reports those that it lacks as skipped.
+/// One of the fault deliveries of KVM that this host offers, by rotation. The slow tests take all of
+/// them. Reports those that the host lacks as skipped.
 pub(crate) fn kvm_deliveries(test: &str) -> Vec<Delivery> {
     let offered = pageferry_harness::deliveries_of(Engine::Kvm, Backing::Shmem);
     let mut all = Vec::from([
