@@ -509,7 +509,7 @@ fn time(text: &str) -> Result<Duration, String> {
 
 fn rest(text: &str) -> Result<Duration, String> {
     let time = time(text)?;
-    if time > Doorbell::MAX_REST || time.as_micros() % 100 != 0 {
+    if time > Doorbell::MAX_REST || time.as_micros() % Doorbell::REST_UNIT.as_micros() != 0 {
         let most = Doorbell::MAX_REST;
         return Err(format!(
             "a rest has steps of 100us, and is {most:?} at most"

@@ -71,8 +71,6 @@ pub(crate) const EVENT_ERROR: u32 = 1;
 pub(crate) const EVENT_FINISHED: u32 = 2;
 /// Number of the event "a page is done, and the vCPU rests".
 const EVENT_REST: u32 = 3;
-/// Unit of a rest in a doorbell value.
-const REST_UNIT: Duration = Duration::from_micros(100);
 
 /// The reason for a store to the doorbell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -97,12 +95,14 @@ pub struct Doorbell {
 }
 
 impl Doorbell {
+    /// The unit of a rest.
+    pub const REST_UNIT: Duration = Duration::from_micros(100);
     /// The longest rest.
-    pub const MAX_REST: Duration = Duration::from_micros(100 * u8::MAX as u64);
+    pub const MAX_REST: Duration = Self::REST_UNIT.saturating_mul(u8::MAX as u32);
 
     /// The value by which `vcpu` asks for a rest, in whole units of 100 µs: 0 for less than one.
     pub(crate) fn rest(vcpu: u32, rest: Duration) -> Result<u32, GuestError> {
-        match u8::try_from(rest.as_micros() / REST_UNIT.as_micros()) {
+        match u8::try_from(rest.as_micros() / Self::REST_UNIT.as_micros()) {
             Ok(0) => Ok(0),
             Ok(units) => Ok(u32::from(units) << KIND_SHIFT | EVENT_REST << EVENT_SHIFT | vcpu),
             Err(_) => Err(GuestError::RestTooLong { rest }),
@@ -111,11 +111,8 @@ impl Doorbell {
 
     /// Whether `value` is one of [`Self::rest`].
     pub(crate) fn is_rest(vcpu: u32, value: u64) -> bool {
-        let parsed = u32::try_from(value).ok().map(Self::parse);
-        value == 0
-            || parsed.is_some_and(|parsed| {
-                parsed.is_ok_and(|own| own.vcpu == vcpu && matches!(own.event, Event::Rest(_)))
-            })
+        let of_vcpu = |bell: Self| bell.vcpu == vcpu && matches!(bell.event, Event::Rest(_));
+        value == 0 || u32::try_from(value).is_ok_and(|it| Self::parse(it).is_ok_and(of_vcpu))
     }
 
     /// Parses a 32-bit store to the doorbell.
@@ -132,7 +129,7 @@ impl Doorbell {
         let event = match value >> EVENT_SHIFT & 0xff {
             EVENT_ERROR => Event::Error(ErrorKind::from_code(kind.into()).ok_or(refused)?),
             EVENT_FINISHED if kind == 0 => Event::Finished,
-            EVENT_REST if kind > 0 => Event::Rest(kind * REST_UNIT),
+            EVENT_REST if kind > 0 => Event::Rest(kind * Self::REST_UNIT),
             _ => return Err(refused),
         };
         Ok(Self { vcpu, event })

@@ -112,9 +112,9 @@ impl Ledger {
         })
     }
 
-    /// Sets whether threads of channels may claim pages. A claim counts as in flight before it looks
-    /// whether it may. So once the ledger is closed and nothing is in flight, the unsent pages are
-    /// all that is missing. Only the caller changes them.
+    /// Sets whether threads of channels may claim pages. A claim counts as in flight before it
+    /// looks whether it may. So once the ledger is closed and nothing is in flight, the unsent
+    /// pages are all that is missing. Only the caller changes them.
     pub(crate) fn set_closed(&self, closed: bool) {
         self.closed.store(closed, Ordering::SeqCst);
     }

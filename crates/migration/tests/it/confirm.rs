@@ -7,11 +7,10 @@ use crate::recovery::{Ends, Stage, moved, source_config, wait_for_handover};
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::scripted::{LONG, assert_loss, limits};
 use crate::support::{
-    LIMIT, WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen, migrate_running, move_vm,
-    receive_on,
+    LIMIT, WorkloadVm, address_of, kvm_deliveries, kvm_offers, kvm_usable, listen, migrate_running,
+    move_vm, receive_on,
 };
 use pageferry_addr::RamPage;
-use pageferry_harness::deliveries_of;
 use pageferry_machine::{
     Backing, BlackoutCost, Delivery, Engine, GuestRam, Machine, MachineError, MachineKind,
 };
@@ -223,8 +222,7 @@ fn a_machine_without_a_log_is_never_asked_for_it() {
 #[test]
 fn a_machine_without_a_log_has_no_precopy_where_no_bytes_are_kept() {
     const NAME: &str = "a_machine_without_a_log_has_no_precopy_where_no_bytes_are_kept";
-    if !kvm_usable(NAME) || !deliveries_of(Engine::Kvm, Backing::Shmem).contains(&Delivery::Missing)
-    {
+    if !kvm_usable(NAME) || !kvm_offers(NAME, Delivery::Missing) {
         return;
     }
     let vm = written(Engine::Kvm, 16 * MIB);

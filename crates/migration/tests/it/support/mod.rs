@@ -18,8 +18,8 @@ use pageferry_migration::{
 pub(crate) use pageferry_testkit::LIMIT;
 use pageferry_testkit::{rotation, sized, skip, wait_until};
 use std::ops::Deref;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 /// Whether a test that needs KVM can run. A test that cannot says so, and fails where it must run.
@@ -28,25 +28,30 @@ pub(crate) fn kvm_usable(test: &str) -> bool {
     !missing.is_some_and(|why| skip("kvm", format_args!("{test}: {why}")))
 }
 
-/// One of the fault deliveries of KVM that this host offers, by rotation. The slow tests take all of
-/// them. Reports those that the host lacks as skipped.
+/// Whether this host's KVM offers a fault delivery. Reports it as skipped if not.
+pub(crate) fn kvm_offers(test: &str, delivery: Delivery) -> bool {
+    // Asking makes a machine.
+    static OFFERED: LazyLock<Vec<Delivery>> =
+        LazyLock::new(|| pageferry_harness::deliveries_of(Engine::Kvm, Backing::Shmem));
+    // No released kernel has KVM Userfault, so requiring "uffd" does not require it.
+    let resource = match delivery {
+        Delivery::Userfault => "kvm-userfault",
+        other => other.name(),
+    };
+    let why = format_args!("{test}: this host does not offer fault delivery '{delivery}'");
+    OFFERED.contains(&delivery) || !skip(resource, why)
+}
+
+/// One of the fault deliveries of KVM that this host offers, by rotation. The slow tests take all
+/// of them. Reports those that the host lacks as skipped.
 pub(crate) fn kvm_deliveries(test: &str) -> Vec<Delivery> {
-    let offered = pageferry_harness::deliveries_of(Engine::Kvm, Backing::Shmem);
     let mut all = Vec::from([
         Delivery::Userfault,
         Delivery::Minor,
         Delivery::Missing,
         Delivery::Poison,
     ]);
-    all.retain(|delivery| {
-        // No released kernel has KVM Userfault, so requiring "uffd" does not require it.
-        let resource = match delivery {
-            Delivery::Userfault => "kvm-userfault",
-            other => other.name(),
-        };
-        let why = format_args!("{test}: this host does not offer fault delivery '{delivery}'");
-        offered.contains(delivery) || !skip(resource, why)
-    });
+    all.retain(|delivery| kvm_offers(test, *delivery));
     let count = all.len() as u64;
     if count > 0 && sized(1, count) == 1 {
         // Another one in each test of a commit.
