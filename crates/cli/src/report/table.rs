@@ -61,9 +61,10 @@ fn essentials(report: &Report) -> Vec<(String, String)> {
         let text = match stalls.count() {
             0 => "none".to_owned(),
             count => format!(
-                "{count}: p50 {}, p99 {}",
+                "{count}: p50 {}, p99 {}, max {}",
                 time(stalls.quantile_us(0.5)),
-                time(stalls.quantile_us(0.99))
+                time(stalls.quantile_us(0.99)),
+                time(stalls.max_us())
             ),
         };
         row("stalls", text);
