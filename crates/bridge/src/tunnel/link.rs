@@ -80,7 +80,7 @@ impl LinkIo {
             unflushed: false,
             told: VecDeque::new(),
             untold: 0,
-            governor: Governor::new(queue),
+            governor: Governor::new(queue, 1),
             receipts: 0,
             heard: Instant::now(),
             epoch,
@@ -142,7 +142,7 @@ impl LinkIo {
             .min(self.told.len());
         let frames = self.told.drain(..new).filter(|told| *told).count();
         let now = self.now();
-        self.governor.receipts(now, frames as u64);
+        self.governor.receipts(now, 0, frames as u64);
     }
 
     fn now(&self) -> u64 {
@@ -155,7 +155,7 @@ impl LinkIo {
         let mut sent = false;
         loop {
             while self.out.len() < QUEUED {
-                let room = self.governor.room();
+                let room = self.governor.room(0);
                 let limit = room.and_then(|room| usize::try_from(room).ok());
                 let Some(record) = end.next(self.number, limit.unwrap_or(0)) else {
                     if limit.is_some() {
@@ -189,7 +189,7 @@ impl LinkIo {
         let tells = self.untold >= LEAST_TOLD;
         if tells {
             let now = self.now();
-            self.governor.sent(now, self.untold);
+            self.governor.sent(now, 0, self.untold);
         }
         self.told.push_back(tells);
         if tells {

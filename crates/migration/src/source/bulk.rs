@@ -4,7 +4,6 @@
 //! A frame is in the ledger before its first byte is sent. So when the channel is lost, the pages
 //! of all frames without a receipt are known.
 
-use super::governor::Governor;
 use super::pages::{FRAME_PAGES, PageFrame};
 use super::shared::{Mode, Shared};
 use crate::bell::Bell;
@@ -53,8 +52,6 @@ struct Incoming {
     error: Option<MigrationError>,
     /// The frames with a receipt.
     frames: u64,
-    /// Of the push, from its first frame on.
-    governor: Option<Governor>,
 }
 
 /// The next step of a bulk thread.
@@ -81,12 +78,13 @@ impl<'a> Bulk<'a> {
             silence: Silence::new(),
             error: None,
             frames: 0,
-            governor: None,
         });
+        self.shared.governor().lost(self.index);
         crate::latency::prefer_short_slices();
         let sent = self.send_frames(&incoming);
         // A silence interrupts a write.
         let silent = self.is_silent(&incoming).then_some(SILENT);
+        self.shared.governor().lost(self.index);
         let error = incoming.into_inner().error;
         error
             .or(silent)
@@ -110,9 +108,9 @@ impl<'a> Bulk<'a> {
             if self.is_silent(incoming) {
                 return Err(SILENT);
             }
-            let next = self.fill(&mut frame, &mut ahead, incoming)?;
+            let next = self.fill(&mut frame, &mut ahead)?;
             if next == Next::Send {
-                self.send(&mut frame, incoming, &wait)?;
+                self.send(&mut frame, &wait)?;
                 said = Instant::now();
                 continue;
             }
@@ -129,7 +127,6 @@ impl<'a> Bulk<'a> {
         &self,
         frame: &mut PageFrame<'a>,
         ahead: &mut Vec<RamPage>,
-        incoming: &RefCell<Incoming>,
     ) -> Result<Next, MigrationError> {
         let shared = self.shared;
         let turn = shared.turn();
@@ -144,9 +141,7 @@ impl<'a> Bulk<'a> {
             return Ok(Next::AwaitReceipt);
         }
         if let Some(wait) = shared.limiter.wait(mode) {
-            if let Some(governor) = &mut incoming.borrow_mut().governor {
-                governor.limited();
-            }
+            shared.governor().limited();
             return Ok(Next::Limited(wait));
         }
         let filled = match mode {
@@ -160,13 +155,11 @@ impl<'a> Bulk<'a> {
                 unsafe { self.push(frame, page.as_slice(), FRAME_PAGES)? }
             }
             Mode::Push => {
-                let governor = &mut incoming.borrow_mut().governor;
-                let governor = governor.get_or_insert_with(|| Governor::new(shared.queue));
                 if shared.gate.is_closed() {
-                    governor.limited();
+                    shared.governor().limited();
                     return Ok(Next::GiveWay);
                 }
-                let Some(room) = governor.room() else {
+                let Some(room) = shared.governor().room(self.index) else {
                     return Ok(Next::AwaitReceipt);
                 };
                 let most = (room / PAGE_BYTES as u64) as u32;
@@ -179,7 +172,7 @@ impl<'a> Bulk<'a> {
                 // SAFETY: see `push`.
                 let filled = unsafe { self.push(frame, ahead, most)? };
                 if !filled {
-                    governor.limited();
+                    shared.governor().limited();
                 }
                 filled
             }
@@ -247,12 +240,7 @@ impl<'a> Bulk<'a> {
         }
     }
 
-    fn send(
-        &self,
-        frame: &mut PageFrame<'_>,
-        incoming: &RefCell<Incoming>,
-        wait: &Wait<'_>,
-    ) -> Result<(), MigrationError> {
+    fn send(&self, frame: &mut PageFrame<'_>, wait: &Wait<'_>) -> Result<(), MigrationError> {
         let list = frame.list();
         let (data, zero) = (u64::from(list.data_pages()), list.zero_pages());
         let confirmed = u64::from(list.confirmed_pages());
@@ -265,9 +253,9 @@ impl<'a> Bulk<'a> {
             bytes,
         );
         self.shared.limiter.charge(self.shared.mode(), bytes);
-        if let Some(governor) = &mut incoming.borrow_mut().governor {
-            governor.sent(monotonic_ns(), bytes);
-        }
+        let mut governor = self.shared.governor();
+        governor.sent(monotonic_ns(), self.index, bytes);
+        drop(governor);
         frame.send(self.connection, wait)?;
         let figures = &self.shared.figures;
         figures.data.fetch_add(data, Ordering::Relaxed);
@@ -352,11 +340,9 @@ impl Incoming {
                         if taken.map_err(ProtocolError::from)?.pages > 0 {
                             bulk.shared.check_acknowledged();
                         }
-                        if let Some(governor) = &mut self.governor
-                            && governor.receipts(now, frames - before)
-                        {
-                            let channel = bulk.index;
-                            debug!(channel, %governor, "the push was measured");
+                        let mut governor = bulk.shared.governor();
+                        if governor.receipts(now, bulk.index, frames - before) {
+                            debug!(%governor, "the push was measured");
                         }
                     }
                     Frame::Alive => {}

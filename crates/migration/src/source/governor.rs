@@ -1,10 +1,10 @@
-//! How much of the background push may be under way on one channel.
+//! How much of the background push may be under way on the channels of a session.
 //!
-//! **Guarantee.** Bytes under way stay below the measured rate times the least round trip and the
+//! **Guarantee.** Bytes under way stay below the measured rate times the *free round trip* and the
 //! allowed queue, but for one frame. They exceed it for a few round trips while the governor looks
 //! for more rate, or after the rate has fallen. A channel with work and nothing under way may
-//! always send. So urgent pages wait about the allowed queue on a link that they share with the
-//! push.
+//! always send a page. So urgent pages wait about the allowed queue on a link that they share with
+//! the push, and a link whose delay varies stays busy.
 //!
 //! **Mechanism.** Each frame has a receipt, so the governor needs nothing from the kernel. It works
 //! over every kind of connection, and counts what TLS or a tunnel holds back too. A frame's receipt
@@ -13,17 +13,21 @@
 //! - The *rate* is the largest of the samples of the last half to whole [`WINDOW`]. A sample is the
 //!   bytes delivered in [`SAMPLE`], or in a round trip if that is longer. Time with nothing under
 //!   way does not count: the sender had no pages, or gave way to urgent ones.
-//! - The *least round trip* is that of one page on an empty channel. Every [`PROBE_INTERVAL`] the
-//!   governor lets the channel run empty and measures it again. So it follows a route that gets
+//! - The *least round trip* is that of one page on empty channels. Every [`PROBE_INTERVAL`] the
+//!   governor lets the channels run empty and measures it again. So it follows a route that gets
 //!   longer, or a peer that gets busy.
+//! - The *free round trip* is what a frame takes without a queue: the least one and the jitter.
+//!   Frames keep their order, so the late ones hold up those behind them, and a busy link has nearly
+//!   its longest delay all the time. The jitter is five quarters of the distance from the least
+//!   round trip to a long one of the last [`TRIPS`] on empty channels. A push that has become too
+//!   slow sends most of its frames on empty channels. So it learns of the jitter that slows it.
 //! - While the queue drains between frames, there may be more rate than the bound lets show. The
 //!   bound then grows with each round trip: twofold at first, later by a quarter.
 //!
 //! The rate and the least round trip are those of BBR (Cardwell et al., ACM Queue 2016); the bound
-//! has the allowed queue in place of BBR's factor of two.
+//! has the jitter and the allowed queue in place of BBR's factor of two.
 //!
-//! Each channel has a governor of its own, and an equal part of the allowed queue. A channel's
-//! least round trip contains the queues of the others, so the queues add up to the allowed one.
+//! One governor has all channels: with one for each, the queues of the others would be jitter.
 //!
 //! **Neighbours.** `bulk` asks for room before each frame, and reports frames and receipts.
 
@@ -59,6 +63,11 @@ const PROBE_ROUND_TRIPS: u64 = 200;
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
 /// The frames of a measurement.
 const PROBE_FRAMES: u32 = 3;
+/// The round trips on empty channels that tell the jitter. Of these, an eighth is longer than the
+/// long one: a busy host makes some that say nothing of the link.
+const TRIPS: usize = 16;
+/// The part of the interval between measurements while there are fewer round trips.
+const SOONER: u64 = 4;
 
 /// A frame without a receipt.
 #[derive(Clone, Copy, Debug)]
@@ -70,13 +79,16 @@ struct Sent {
     /// Whether the sender had stopped by itself a short time before.
     limited: bool,
     probe: bool,
+    /// Whether the channels were empty.
+    alone: bool,
 }
 
-/// The governor of one channel. Times are in nanoseconds of one clock.
+/// The governor of some channels. Times are in nanoseconds of one clock.
 #[derive(Debug)]
 pub struct Governor {
     queue: u64,
-    frames: VecDeque<Sent>,
+    /// Of each channel.
+    frames: Vec<VecDeque<Sent>>,
     under_way: u64,
     delivered: u64,
     /// Frames count as limited until this many bytes are delivered.
@@ -89,6 +101,9 @@ pub struct Governor {
     rates: [u64; 2],
     half_began: u64,
     round_trip: Option<u64>,
+    /// The last round trips on empty channels.
+    trips: VecDeque<u64>,
+    jitter: u64,
     bound: u64,
     growth: Growth,
     /// The shortest queue in the current round trip, and the delivered bytes that end it.
@@ -116,7 +131,7 @@ enum Growth {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Probe {
     Off,
-    /// The channel runs empty. Then this number of frames is measured.
+    /// The channels run empty. Then this number of frames is measured.
     Draining,
     Measuring {
         left: u32,
@@ -125,12 +140,12 @@ enum Probe {
 }
 
 impl Governor {
-    /// The governor of a channel on which nothing was sent. `queue` is the allowed queue.
+    /// The governor of channels on which nothing was sent. `queue` is the allowed queue.
     #[must_use]
-    pub fn new(queue: Duration) -> Self {
+    pub fn new(queue: Duration, channels: usize) -> Self {
         Self {
             queue: u64::try_from(queue.as_nanos()).unwrap_or(u64::MAX),
-            frames: VecDeque::new(),
+            frames: vec![VecDeque::new(); channels],
             under_way: 0,
             delivered: 0,
             limited_until: 0,
@@ -139,6 +154,8 @@ impl Governor {
             rates: [0; 2],
             half_began: 0,
             round_trip: None,
+            trips: VecDeque::new(),
+            jitter: 0,
             bound: FIRST_BOUND,
             growth: Growth::Fast,
             standing: u64::MAX,
@@ -151,24 +168,36 @@ impl Governor {
         }
     }
 
-    /// The bytes of pages that the next frame may have, or `None` if a receipt must come first.
+    /// A push begins. The rate of what was sent before counts, and not its round trips: they contain
+    /// queues.
+    pub fn begin(&mut self) {
+        (self.probe, self.growth) = (Probe::Draining, Growth::Fast);
+        (self.round_trip, self.jitter) = (None, 0);
+        self.trips.clear();
+        self.best = self.rate();
+        self.bound = FIRST_BOUND;
+        (self.standing, self.rounds_without_gain) = (u64::MAX, 0);
+        self.round_ends = self.delivered + self.under_way;
+    }
+
+    /// The bytes of pages that the next frame of a channel may have, or `None` if a receipt must come
+    /// first.
+    ///
+    /// # Panics
+    /// If there is no such channel. All methods that take one do.
     #[must_use]
-    pub fn room(&self) -> Option<u64> {
-        if self.under_way == 0 {
-            return Some(match self.probe {
-                Probe::Off => self.frame(),
-                Probe::Draining | Probe::Measuring { .. } => LEAST_FRAME,
-            });
-        }
+    pub fn room(&self, channel: usize) -> Option<u64> {
         let frame = self.frame();
         let left = self.bound.saturating_sub(self.under_way) / LEAST_FRAME * LEAST_FRAME;
         // Half a frame may fill the rest, but small frames cost the peer more than they bring.
-        let fits = self.probe == Probe::Off && left >= (frame / 2).max(LEAST_FRAME);
-        fits.then(|| frame.min(left))
+        if self.probe == Probe::Off && left >= (frame / 2).max(LEAST_FRAME) {
+            return Some(frame.min(left));
+        }
+        self.frames[channel].is_empty().then_some(LEAST_FRAME)
     }
 
     /// Notes a frame of which `bytes` are sent now.
-    pub fn sent(&mut self, now: u64, bytes: u64) {
+    pub fn sent(&mut self, now: u64, channel: usize, bytes: u64) {
         if self.under_way == 0 {
             self.counted_until = now;
         }
@@ -176,24 +205,22 @@ impl Governor {
         if is_small {
             self.limited();
         }
-        let probe = match self.probe {
-            Probe::Off => false,
-            Probe::Draining if !is_small && self.under_way == 0 => {
-                self.probe = Probe::Measuring {
-                    left: PROBE_FRAMES,
-                    least: u64::MAX,
-                };
-                true
-            }
-            Probe::Draining => false,
-            Probe::Measuring { .. } => !is_small,
-        };
-        self.frames.push_back(Sent {
+        // Each channel may send a page at any time, so fewer than one of each are no load.
+        let alone = !is_small && self.under_way < LEAST_FRAME * self.frames.len() as u64;
+        let probe = alone && self.probe != Probe::Off;
+        if probe && self.probe == Probe::Draining {
+            self.probe = Probe::Measuring {
+                left: PROBE_FRAMES,
+                least: u64::MAX,
+            };
+        }
+        self.frames[channel].push_back(Sent {
             bytes,
             at: now,
             delivered: self.delivered,
             limited: self.delivered < self.limited_until,
             probe,
+            alone,
         });
         self.under_way += bytes;
     }
@@ -203,17 +230,29 @@ impl Governor {
         self.limited_until = (self.delivered + self.under_way).max(1);
     }
 
-    /// Notes the receipts of the next `frames` frames. Returns whether the least round trip was
-    /// measured anew.
-    pub fn receipts(&mut self, now: u64, frames: u64) -> bool {
+    /// Notes the receipts of the next `frames` frames of a channel. Returns whether the least round
+    /// trip was measured anew.
+    pub fn receipts(&mut self, now: u64, channel: usize, frames: u64) -> bool {
         let probed_at = self.probed_at;
         for _ in 0..frames {
-            let Some(frame) = self.frames.pop_front() else {
+            let Some(frame) = self.frames[channel].pop_front() else {
                 break;
             };
             self.receipt(now, frame);
         }
         self.probed_at != probed_at
+    }
+
+    /// Forgets the frames without a receipt of a channel that was lost.
+    pub fn lost(&mut self, channel: usize) {
+        let lost: u64 = self.frames[channel]
+            .drain(..)
+            .map(|frame| frame.bytes)
+            .sum();
+        self.under_way -= lost;
+        if let Probe::Measuring { .. } = self.probe {
+            self.probe = Probe::Draining;
+        }
     }
 
     fn receipt(&mut self, now: u64, frame: Sent) {
@@ -225,7 +264,29 @@ impl Governor {
             self.round_trip = Some(self.round_trip.map_or(round_trip, |t| t.min(round_trip)));
         }
         self.note_probe(now, frame, round_trip);
+        if frame.alone {
+            self.note_trip(frame, round_trip);
+        }
         self.adjust(frame, round_trip);
+    }
+
+    /// Learns the jitter.
+    fn note_trip(&mut self, frame: Sent, round_trip: u64) {
+        if self.trips.len() == TRIPS {
+            self.trips.pop_front();
+        }
+        self.trips
+            .push_back(round_trip.saturating_sub(self.own_time(frame)));
+        let mut trips: Vec<u64> = self.trips.iter().copied().collect();
+        trips.sort_unstable();
+        let long = trips[(trips.len() * 7 / 8).min(trips.len() - 1)];
+        let least = self.round_trip.unwrap_or(long);
+        self.jitter = long.saturating_sub(least) / 4 * 5;
+    }
+
+    /// The time that the bytes of a frame take, beyond those of a page.
+    fn own_time(&self, frame: Sent) -> u64 {
+        time_of(frame.bytes.saturating_sub(LEAST_FRAME), self.rate())
     }
 
     /// Counts delivered bytes to the current sample. It ends when it is long enough.
@@ -265,13 +326,17 @@ impl Governor {
                     self.limited();
                 }
             }
-            Probe::Off => {
-                let interval = PROBE_ROUND_TRIPS * self.round_trip.unwrap_or(0);
-                if now.saturating_sub(self.probed_at) > interval.max(PROBE_INTERVAL) {
+            Probe::Off if self.growth != Growth::Fast => {
+                let round_trips = PROBE_ROUND_TRIPS * self.round_trip.unwrap_or(0);
+                let mut interval = round_trips.max(PROBE_INTERVAL);
+                if self.trips.len() < TRIPS {
+                    interval /= SOONER;
+                }
+                if now.saturating_sub(self.probed_at) > interval {
                     self.probe = Probe::Draining;
                 }
             }
-            Probe::Draining | Probe::Measuring { .. } => {}
+            _ => {}
         }
     }
 
@@ -281,8 +346,8 @@ impl Governor {
             return;
         };
         let rate = self.rate();
-        let own = time_of(frame.bytes.saturating_sub(LEAST_FRAME), rate);
-        let queued = round_trip.saturating_sub(least + own);
+        let free = least.saturating_add(self.jitter);
+        let queued = round_trip.saturating_sub(free + self.own_time(frame));
         if !frame.probe {
             self.standing = self.standing.min(queued);
             self.drained_by_itself |= frame.limited;
@@ -310,8 +375,8 @@ impl Governor {
             self.round_ends = self.delivered + self.under_way;
         }
         // With fewer whole pages than this the link would be idle between them.
-        let busy = bytes_in(rate, least).next_multiple_of(LEAST_FRAME);
-        let target = bytes_in(rate, least.saturating_add(self.queue)).max(busy);
+        let busy = bytes_in(rate, free).next_multiple_of(LEAST_FRAME);
+        let target = bytes_in(rate, free.saturating_add(self.queue)).max(busy);
         let more = if frame.limited { 0 } else { frame.bytes };
         self.bound = match self.growth {
             Growth::Off => target,
@@ -342,10 +407,11 @@ impl Governor {
 impl fmt::Display for Governor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (rate, bound) = (self.rate(), self.bound);
-        let us = self.round_trip.unwrap_or(0) / 1000;
+        let [us, jitter] = [self.round_trip.unwrap_or(0), self.jitter].map(|ns| ns / 1000);
         write!(
             f,
-            "{rate} B/s, at least {us} us a round trip, at most {bound} B under way"
+            "{rate} B/s, {us} to {} us a round trip, at most {bound} B under way",
+            us + jitter
         )
     }
 }

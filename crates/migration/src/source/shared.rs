@@ -12,6 +12,7 @@ use pageferry_machine::{GuestRam, Machine};
 use super::SourceConfig;
 use super::commands::Command;
 use super::gate::UrgentGate;
+use super::governor::Governor;
 use super::hashes::SentHashes;
 use super::limiter::Limiter;
 use super::prefetch::Prefetch;
@@ -136,8 +137,7 @@ pub(super) struct Shared<'a> {
     /// The guesses, from requests, about the pages that vCPUs touch next
     /// ([`SourceConfig::prefetch`]).
     pub(super) prefetch: Option<Prefetch>,
-    /// The part of [`SourceConfig::queue`] of each bulk channel.
-    pub(super) queue: Duration,
+    governor: Mutex<Governor>,
     /// Closed while urgent pages are being answered.
     pub(super) gate: UrgentGate,
     /// Requested pages that follow on the bulk channels ([`SourceConfig::preempt`]).
@@ -173,10 +173,12 @@ impl<'a> Shared<'a> {
             modes: Modes::new(),
             cursor: AtomicU64::new(0),
             prefetch: (config.preempt && config.prefetch).then(|| Prefetch::new(vcpus)),
-            queue: config
-                .queue
-                .clamp(SourceConfig::MIN_QUEUE, SourceConfig::MAX_QUEUE)
-                / u32::from(config.bulk_channels.max(1)),
+            governor: Mutex::new(Governor::new(
+                config
+                    .queue
+                    .clamp(SourceConfig::MIN_QUEUE, SourceConfig::MAX_QUEUE),
+                usize::from(config.bulk_channels),
+            )),
             gate: UrgentGate::new(),
             in_order: (!config.preempt).then(Mutex::default),
             hashes,
@@ -195,6 +197,11 @@ impl<'a> Shared<'a> {
         hashes.filter(|_| self.confirms.load(Ordering::Acquire))
     }
 
+    /// The governor of the bulk channels. It bounds the push, and knows all frames.
+    pub(super) fn governor(&self) -> MutexGuard<'_, Governor> {
+        lock(&self.governor)
+    }
+
     pub(super) fn mode(&self) -> Mode {
         self.turn().mode()
     }
@@ -209,6 +216,9 @@ impl<'a> Shared<'a> {
     /// in the old mode. While the mode is [`Mode::Hold`], no thread claims a page. The supervisor
     /// rings the bells of the sending threads afterwards.
     pub(super) fn set_mode(&self, mode: Mode) {
+        if mode == Mode::Push {
+            self.governor().begin();
+        }
         self.cursor.store(0, Ordering::Relaxed);
         self.ledger.set_closed(mode == Mode::Hold);
         self.modes.set(mode);

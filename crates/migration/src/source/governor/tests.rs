@@ -1,6 +1,6 @@
 //! Governors on a simulated link: one queue, a rate, a delay, and steps of both.
 
-use super::{FRAME_BYTES, Governor};
+use super::{FRAME_BYTES, Governor, PROBE_INTERVAL, PROBE_ROUND_TRIPS, TRIPS};
 use crate::wire::PAGE_BYTES;
 use proptest::prelude::*;
 use std::cmp::Reverse;
@@ -9,6 +9,8 @@ use std::time::Duration;
 
 const SECOND: u64 = 1_000_000_000;
 const QUEUE: Duration = Duration::from_micros(300);
+/// The bytes of a packet.
+const PACKET: u64 = 9000;
 
 /// A link with one queue. Rates are in bytes a second, times in nanoseconds.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +18,8 @@ struct Link {
     rate: u64,
     /// The delay of one direction.
     delay: u64,
+    /// Each packet takes up to so much longer in each direction. None overtakes another.
+    jitter: u64,
     /// Bytes that pass at once after an idle time.
     burst: u64,
 }
@@ -25,14 +29,9 @@ impl Link {
         (u128::from(bytes) * u128::from(SECOND) / u128::from(self.rate)) as u64
     }
 
-    /// The bytes that may be under way: those of the least round trip of a page, and the queue.
-    fn allowed(self, queue: Duration) -> u64 {
-        self.allowed_with(queue.as_nanos() as u64)
-    }
-
-    /// The same with a queue in nanoseconds.
-    fn allowed_with(self, queue: u64) -> u64 {
-        let time = 2 * self.delay + queue;
+    /// The bytes that may be under way: those of a page's round trip, and of the queue.
+    fn allowed(self, queue: u64) -> u64 {
+        let time = 2 * self.delay + 5 * self.jitter / 2 + queue;
         PAGE_BYTES as u64 + (u128::from(self.rate) * u128::from(time) / u128::from(SECOND)) as u64
     }
 }
@@ -51,9 +50,12 @@ struct Run {
     now: u64,
     link: Link,
     free_at: u64,
-    governors: Vec<Governor>,
+    governor: Governor,
+    channels: usize,
     /// The receipts to come: the time, and the channel.
     receipts: BinaryHeap<Reverse<(u64, usize)>>,
+    /// The last arrival at each end.
+    last: [u64; 2],
     /// The push gives way in this part of each millisecond, in nanoseconds.
     gives_way: u64,
     /// The sender wakes up so much later than its receipt, at most.
@@ -63,13 +65,14 @@ struct Run {
 
 impl Run {
     fn new(link: Link, channels: usize) -> Self {
-        let queue = QUEUE / channels as u32;
         Self {
             now: SECOND,
             link,
             free_at: 0,
-            governors: (0..channels).map(|_| Governor::new(queue)).collect(),
+            governor: Governor::new(QUEUE, channels),
+            channels,
             receipts: BinaryHeap::new(),
+            last: [0; 2],
             gives_way: 0,
             lateness: 0,
             random: 1,
@@ -84,45 +87,43 @@ impl Run {
         (self.random >> 33) % (below + 1)
     }
 
-    /// The bytes that may be under way. Each channel may have some pages, whatever the rate.
+    /// The bytes that may be under way. The bound looks for more by a quarter, and each channel may
+    /// have a page, whatever the rate.
     fn allowed(&self) -> u64 {
-        let channels = self.governors.len() as u64;
-        // The bound looks for more by a quarter. Channels that share a link unevenly measure more
-        // than their shares.
-        let (quarters, pages) = if channels > 1 { (7, 3) } else { (6, 2) };
         // Late receipts look like a longer way.
-        let queue = QUEUE.as_nanos() as u64 + self.lateness;
-        self.link.allowed_with(queue) * quarters / 4 + channels * pages * PAGE_BYTES as u64
+        let queue = QUEUE.as_nanos() as u64 + self.lateness * 5 / 4;
+        self.link.allowed(queue) * 6 / 4 + (1 + self.channels as u64) * PAGE_BYTES as u64
     }
 
-    fn under_way(&self) -> u64 {
-        self.governors
-            .iter()
-            .map(|governor| governor.under_way)
-            .sum()
+    /// The arrival of packets that leave at `at` for an end.
+    fn arrival(&mut self, end: usize, at: u64, packets: u64) -> u64 {
+        let jitter = (0..packets).map(|_| self.random(self.link.jitter)).max();
+        self.last[end] = self.last[end].max(at + self.link.delay + jitter.unwrap_or(0));
+        self.last[end]
     }
 
     fn send(&mut self, seen: &mut Seen) {
         let gives_way = self.now % 1_000_000 < self.gives_way;
-        for channel in 0..self.governors.len() {
+        for channel in 0..self.channels {
             loop {
                 if gives_way {
-                    self.governors[channel].limited();
+                    self.governor.limited();
                     break;
                 }
-                let Some(bytes) = self.governors[channel].room() else {
+                let Some(bytes) = self.governor.room(channel) else {
                     break;
                 };
                 seen.largest_frame = seen.largest_frame.max(bytes);
-                self.governors[channel].sent(self.now, bytes);
+                self.governor.sent(self.now, channel, bytes);
                 let idle_since = self.now.saturating_sub(self.link.time_of(self.link.burst));
                 self.free_at = self.free_at.max(idle_since) + self.link.time_of(bytes);
-                let receipt =
-                    self.free_at.max(self.now) + 2 * self.link.delay + self.random(self.lateness);
+                let packets = bytes.div_ceil(PACKET);
+                let arrival = self.arrival(0, self.free_at.max(self.now), packets);
+                let receipt = self.arrival(1, arrival, 1) + self.random(self.lateness);
                 self.receipts.push(Reverse((receipt, channel)));
             }
         }
-        seen.most_under_way = seen.most_under_way.max(self.under_way());
+        seen.most_under_way = seen.most_under_way.max(self.governor.under_way);
     }
 
     fn run(&mut self, time: u64) -> Seen {
@@ -130,7 +131,7 @@ impl Run {
         let end = self.now + time;
         while self.now < end {
             self.send(&mut seen);
-            let (sent_at, excess) = (self.now, self.under_way() > self.allowed());
+            let (sent_at, excess) = (self.now, self.governor.under_way > self.allowed());
             let next_turn = (self.now / 1_000_000 + 1) * 1_000_000;
             let way_is_free = self.now / 1_000_000 * 1_000_000 + self.gives_way;
             let idle = if self.now < way_is_free {
@@ -142,9 +143,9 @@ impl Run {
                 Some(Reverse((at, _))) if *at <= idle => {
                     let Reverse((at, channel)) = self.receipts.pop().expect("seen");
                     self.now = self.now.max(at);
-                    let before = self.governors[channel].delivered;
-                    self.governors[channel].receipts(self.now, 1);
-                    seen.delivered += self.governors[channel].delivered - before;
+                    let before = self.governor.delivered;
+                    self.governor.receipts(self.now, channel, 1);
+                    seen.delivered += self.governor.delivered - before;
                 }
                 _ => self.now = idle,
             }
@@ -164,12 +165,18 @@ impl Run {
         Ok(())
     }
 
-    /// Checks the next two seconds.
-    fn check(&mut self, busy: f64) -> Result<(), TestCaseError> {
+    /// The link is busy in the next two seconds.
+    fn check_busy(&mut self, busy: f64) -> Result<Seen, TestCaseError> {
         let seen = self.run(2 * SECOND);
         let possible = 2 * self.link.rate;
         let share = seen.delivered as f64 / possible as f64;
         prop_assert!(share > busy, "{:?}: {share:.2} of the rate", self.link);
+        Ok(seen)
+    }
+
+    /// Checks the next two seconds.
+    fn check(&mut self, busy: f64) -> Result<(), TestCaseError> {
+        let seen = self.check_busy(busy)?;
         self.check_bound(&seen, 2 * SECOND)?;
         let frame = (self.link.rate / 4000).max(PAGE_BYTES as u64) * 5 / 4;
         prop_assert!(seen.largest_frame <= frame.min(FRAME_BYTES), "{seen:?}");
@@ -182,6 +189,7 @@ fn links() -> impl Strategy<Value = Link> {
     (1.25e6_f64.ln()..3e9_f64.ln(), 5e3_f64.ln()..2e7_f64.ln()).prop_map(|(rate, delay)| Link {
         rate: rate.exp() as u64,
         delay: delay.exp() as u64,
+        jitter: 0,
         burst: 0,
     })
 }
@@ -193,20 +201,6 @@ proptest! {
     fn a_link_is_busy_and_its_queue_short(link in links(), channels in 1_usize..5) {
         let mut run = Run::new(link, channels);
         run.run(3 * SECOND);
-        run.check(0.8)?;
-    }
-
-    #[test]
-    fn a_link_that_changes_is_followed_within_a_second(
-        first in links(),
-        factor in 0.05_f64..20.0,
-    ) {
-        let mut run = Run::new(first, 1);
-        run.run(3 * SECOND);
-        let rate = (first.rate as f64 * factor).clamp(1.25e6, 3e9) as u64;
-        run.link.rate = rate;
-        // The bytes under way have to arrive first.
-        run.run(SECOND + first.time_of(first.allowed(QUEUE)) * first.rate / rate + 100 * first.delay);
         run.check(0.8)?;
     }
 
@@ -226,7 +220,7 @@ proptest! {
         delay in 5_000_u64..100_000,
         lateness in 0_u64..500_000,
     ) {
-        let mut run = Run::new(Link { rate, delay, burst: 128 << 10 }, 1);
+        let mut run = Run::new(Link { rate, delay, jitter: 0, burst: 128 << 10 }, 1);
         run.lateness = lateness;
         run.run(3 * SECOND);
         let seen = run.run(SECOND);
@@ -244,11 +238,48 @@ proptest! {
     }
 }
 
+proptest! {
+    // Each runs for long on a simulated clock, with many packets.
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn a_link_that_changes_is_followed_within_a_second(
+        first in links(),
+        factor in 0.05_f64..20.0,
+    ) {
+        let mut run = Run::new(first, 1);
+        run.run(3 * SECOND);
+        let rate = (first.rate as f64 * factor).clamp(1.25e6, 3e9) as u64;
+        run.link.rate = rate;
+        // The bytes under way have to arrive first.
+        let under_way = first.allowed(QUEUE.as_nanos() as u64);
+        run.run(SECOND + run.link.time_of(under_way) + 100 * first.delay);
+        run.check_busy(0.8)?;
+        // On a faster link, the round trips of the slower one look like jitter until others come.
+        run.run((TRIPS as u64 / 3 + 1) * PROBE_INTERVAL.max(PROBE_ROUND_TRIPS * 2 * first.delay));
+        run.check(0.8)?;
+    }
+
+    #[test]
+    fn a_link_whose_delay_varies_is_busy(
+        rate in 1.25e7_f64.ln()..1.25e9_f64.ln(),
+        delay in 2e4_f64.ln()..2.5e7_f64.ln(),
+        jitter in 5e4_f64.ln()..3e6_f64.ln(),
+        channels in 1_usize..5,
+    ) {
+        let [rate, delay, jitter] = [rate, delay, jitter].map(|ln| ln.exp() as u64);
+        let mut run = Run::new(Link { rate, delay, jitter, burst: 0 }, channels);
+        run.run(10 * SECOND);
+        run.check(0.7)?;
+    }
+}
+
 #[test]
 fn a_longer_route_is_noticed() {
     let near = Link {
         rate: 125_000_000,
         delay: 20_000,
+        jitter: 0,
         burst: 0,
     };
     let mut run = Run::new(near, 1);
@@ -261,10 +292,10 @@ fn a_longer_route_is_noticed() {
 
 #[test]
 fn a_channel_with_nothing_under_way_may_send() {
-    let mut governor = Governor::new(QUEUE);
+    let mut governor = Governor::new(QUEUE, 1);
     for second in 1..100 {
-        assert!(governor.room().is_some());
-        governor.sent(second * SECOND, 1);
-        governor.receipts(second * SECOND + SECOND / 2, 1);
+        assert!(governor.room(0).is_some());
+        governor.sent(second * SECOND, 0, 1);
+        governor.receipts(second * SECOND + SECOND / 2, 0, 1);
     }
 }
