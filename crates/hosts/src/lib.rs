@@ -4,13 +4,15 @@
 //! also by a panic. A process that is killed leaves them behind. The next start removes them.
 //! Dropping [`HugePages`] gives the pool its size back.
 //!
-//! **Mechanism.** A host is a network namespace. A veth pair joins the two. `tc` shapes what each
-//! side sends, see [`Link`]. Names hold the process id of the maker, so runs do not collide, and a
+//! **Mechanism.** A host is a network namespace. A veth pair joins the two, or threads of this
+//! process if packets take time ([`Link::delayed`]). `tc` shapes what each side sends, see [`Link`].
+//! Names hold the process id of the maker, so runs do not collide, and a
 //! name whose process is gone is stale.
 //!
 //! **Neighbours.** [`netns`] runs code in a host. `bench` measures between two hosts, `testkit`
 //! skips a test that cannot have them, and `cargo xtask two-hosts` is this crate as a command.
 
+mod delay;
 mod huge_pages;
 mod link;
 pub mod netns;
@@ -48,6 +50,7 @@ pub struct TwoHosts {
     names: [String; 2],
     /// How often the link was shaped.
     shapes: AtomicU16,
+    delayed: Option<delay::Delayed>,
 }
 
 impl TwoHosts {
@@ -61,17 +64,24 @@ impl TwoHosts {
         remove_stale();
         let (pid, n) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         // From here on a failure drops the hosts.
-        let hosts = Self {
+        let mut hosts = Self {
             names: ["a", "b"].map(|side| format!("{PREFIX}{pid}-{n}-{side}")),
             shapes: AtomicU16::new(0),
+            delayed: None,
         };
         let [a, b] = &hosts.names;
         tools::run("ip", &["netns", "add", a])?;
         tools::run("ip", &["netns", "add", b])?;
         // Both ends are made in place: the machine's own namespace never sees them.
-        let pair = ["link", "add", DEVICE, "netns", a, "type", "veth"];
-        let peer = ["peer", "name", DEVICE, "netns", b];
-        tools::run("ip", &[&pair[..], &peer[..]].concat())?;
+        if link.delay + link.jitter > Duration::ZERO {
+            let delayed =
+                delay::Delayed::start([a, b].map(String::as_str), link.delay, link.jitter)?;
+            hosts.delayed = Some(delayed);
+        } else {
+            let pair = ["link", "add", DEVICE, "netns", a, "type", "veth"];
+            let peer = ["peer", "name", DEVICE, "netns", b];
+            tools::run("ip", &[&pair[..], &peer[..]].concat())?;
+        }
         hosts.reshape(link)?;
         for (host, address) in [Host::A, Host::B].into_iter().zip(ADDRESSES) {
             hosts.set_congestion(host, link)?;
@@ -124,7 +134,7 @@ impl TwoHosts {
     }
 
     /// Shapes the link anew. Packets that wait are lost, and none passes unshaped meanwhile. The
-    /// congestion control and the MTU stay.
+    /// congestion control, the MTU and the delay stay.
     ///
     /// # Errors
     /// If `tc` fails.

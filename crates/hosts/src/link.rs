@@ -14,6 +14,7 @@
 use std::fmt;
 use std::fmt::Write as _;
 use std::str::FromStr;
+use std::time::Duration;
 
 /// Classes of a link with a queue for each flow. A power of two.
 const CLASSES: u32 = 1024;
@@ -109,6 +110,10 @@ pub struct Link {
     pub congestion: Option<String>,
     /// The MTU of both hosts in bytes, 68 to 65 535.
     pub mtu: u32,
+    /// The time that each packet takes in one direction.
+    pub delay: Duration,
+    /// Each packet takes up to so much longer. None overtakes another.
+    pub jitter: Duration,
 }
 
 impl Link {
@@ -122,6 +127,18 @@ impl Link {
             limit: 1 << 20,
             congestion: None,
             mtu: 1500,
+            delay: Duration::ZERO,
+            jitter: Duration::ZERO,
+        }
+    }
+
+    /// The same link, each of whose packets takes `delay` in one direction, and up to `jitter` more.
+    #[must_use]
+    pub fn delayed(self, delay: Duration, jitter: Duration) -> Self {
+        Self {
+            delay,
+            jitter,
+            ..self
         }
     }
 

@@ -222,3 +222,45 @@ fn hosts_of_a_process_that_is_gone_are_removed_by_the_next_start() {
     assert!(!exists(&stale));
     assert!(exists(hosts.name(Host::A)), "hosts of a live process stay");
 }
+
+#[test]
+fn packets_take_the_delay_and_some_jitter_and_keep_their_order() {
+    let [delay, jitter] = [2, 3].map(Duration::from_millis);
+    let link = Link::new(Rate::mbit(100)).delayed(delay, jitter);
+    let Some(hosts) = two_hosts::or_skip(&link) else {
+        return;
+    };
+    let socket = |host| {
+        let address = (hosts.address(host), 0);
+        let bound = netns::within(hosts.name(host), || UdpSocket::bind(address));
+        let socket = bound.expect("a host").expect("a port");
+        let longest = Some(Duration::from_secs(10));
+        socket.set_read_timeout(longest).expect("a limit");
+        socket
+    };
+    let (sender, receiver) = (socket(Host::A), socket(Host::B));
+    let to = receiver.local_addr().unwrap();
+    let mut took = Vec::new();
+    // The first waits for an address, too.
+    for number in 0..=100_u32 {
+        let sent = Instant::now();
+        sender.send_to(&number.to_le_bytes(), to).expect("sent");
+        let mut got = [0; 4];
+        receiver.recv(&mut got).expect("a packet");
+        assert_eq!(u32::from_le_bytes(got), number);
+        took.push(sent.elapsed());
+    }
+    let took = &mut took[1..];
+    took.sort_unstable();
+    assert!(took[0] >= delay, "{took:?}");
+    assert!(took[0] < delay + jitter / 2, "{took:?}");
+    assert!(took[90] > delay + jitter / 2, "{took:?}");
+    for number in 0..100_u32 {
+        sender.send_to(&number.to_le_bytes(), to).expect("sent");
+    }
+    for number in 0..100_u32 {
+        let mut got = [0; 4];
+        receiver.recv(&mut got).expect("a packet");
+        assert_eq!(u32::from_le_bytes(got), number);
+    }
+}
