@@ -1,13 +1,14 @@
 //! `bench blackout`: the time without a running vCPU when a busy VM moves, and the memory that the
 //! move needs.
 
-use crate::channels::Channels;
+use crate::args::EngineFlags;
 use crate::mover::{Guest, SourceFigures, SourceVm, overhead_bytes, receive};
 use crate::peer::Peer;
 use crate::vm::isa_of;
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note};
 use pageferry_guest::Workload;
-use pageferry_machine::{Backing, Delivery, Engine};
+use pageferry_harness::size;
+use pageferry_machine::{Delivery, Engine};
 use pageferry_migration::DestinationConfig;
 use std::time::Duration;
 
@@ -17,6 +18,17 @@ const HOW: &str = "last guest instruction at the source to first at the destinat
 pub(crate) const VCPUS: u32 = 4;
 /// The memory that the guest uses, in bytes. Without `sparse`, the VM has no more.
 pub(crate) const MEMORY: u64 = 512 << 20;
+
+/// `pageferry-bench blackout`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct BlackoutFlags {
+    #[command(flatten)]
+    pub(crate) engine: EngineFlags,
+    /// Also move VMs with this much memory, of which the guest uses 512 MiB: a whole number and K,
+    /// M, G or T. The destination then allocates no memory before it is needed
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    sparse: Option<u64>,
+}
 
 /// The figures of VMs with one size of memory.
 #[derive(Default)]
@@ -39,9 +51,10 @@ struct Measured {
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn blackout(setting: &Setting, sparse: Option<u64>) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn blackout(flags: &BlackoutFlags) -> Result<Vec<Row>, BenchError> {
+    let (sparse, repeat) = (flags.sparse, flags.engine.common.rounds(5, 1));
     let mut rows = Vec::new();
-    for &engine in &setting.engines {
+    for engine in flags.engine.engines()? {
         let sizes = [Some(MEMORY), sparse].into_iter().flatten();
         let mut all: Vec<Measured> = sizes
             .map(|memory_bytes| Measured {
@@ -50,12 +63,11 @@ pub(crate) fn blackout(setting: &Setting, sparse: Option<u64>) -> Result<Vec<Row
                 ..Measured::default()
             })
             .collect();
-        for round in 1..=setting.repeat {
+        for round in 1..=repeat {
             for measured in &mut all {
                 note(&format!(
-                    "moving a busy VM of {} MiB on {engine}, round {round} of {}",
+                    "moving a busy VM of {} MiB on {engine}, round {round} of {repeat}",
                     measured.memory_bytes >> 20,
-                    setting.repeat
                 ));
                 measured.measure(engine)?;
             }
@@ -73,17 +85,9 @@ pub(crate) fn blackout(setting: &Setting, sparse: Option<u64>) -> Result<Vec<Row
 /// The source of the test guest that moves.
 pub(crate) fn source(engine: Engine, memory_bytes: u64) -> SourceVm {
     SourceVm {
-        engine,
-        vcpus: VCPUS,
-        memory_bytes,
-        backing: Backing::Shmem,
         used_bytes: MEMORY,
         passes: 1,
-        push: true,
-        preempt: true,
-        prefetch: true,
-        guest: Guest::Workload,
-        channels: Channels::default(),
+        ..SourceVm::new(engine, VCPUS, memory_bytes, Guest::Workload)
     }
 }
 
@@ -115,11 +119,7 @@ impl Measured {
     }
 
     fn conditions(&self, note: &str) -> Conditions {
-        let conditions = Conditions::here(VCPUS, self.memory_bytes, note);
-        match self.delivery {
-            Some(delivery) => conditions.with_delivery(delivery),
-            None => conditions,
-        }
+        Conditions::here(VCPUS, self.memory_bytes, note).with_delivery(self.delivery)
     }
 
     fn rows(&self, engine: Engine) -> Vec<Row> {

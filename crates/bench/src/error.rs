@@ -1,6 +1,5 @@
 //! The reasons why there are no figures, with their exit codes.
 
-use crate::schemes::RunError;
 use pageferry_hypervisor::VmError;
 use pageferry_machine::MachineError;
 use pageferry_testkit::qemu;
@@ -39,8 +38,8 @@ pub(crate) enum BenchError {
     /// The hypervisor refused a call, or a guest did something that its program never does.
     #[error("{0}")]
     Hypervisor(String),
-    /// A value is not where it should be: memory went to the wrong place.
-    #[error("wrong memory: {0}")]
+    /// A value is not where it should be: memory went to the wrong place, or a look-up did.
+    #[error("wrong value: {0}")]
     WrongValue(String),
     /// These settings cannot be measured on any host, or a file cannot be read or written.
     #[error("{0}")]
@@ -51,9 +50,6 @@ pub(crate) enum BenchError {
     /// The machine cannot have two hosts, or one of their tools failed.
     #[error("two hosts on this machine: {0}")]
     Hosts(#[from] pageferry_hosts::Error),
-    /// A comparison with other crates has no figures.
-    #[error(transparent)]
-    Comparison(#[from] RunError),
     /// The user asked to stop.
     #[error("cancelled")]
     Cancelled,
@@ -63,6 +59,11 @@ pub(crate) enum BenchError {
 }
 
 impl BenchError {
+    /// The other process, or a part of this one that stands for it, failed.
+    pub(crate) fn peer(why: impl std::fmt::Display) -> Self {
+        Self::Peer(why.to_string())
+    }
+
     /// A vCPU left its guest by an exit that the guest's program never causes.
     pub(crate) fn unexpected_exit(exit: &impl std::fmt::Debug) -> Self {
         Self::Hypervisor(format!("unexpected exit of the guest: {exit:?}"))
@@ -71,9 +72,8 @@ impl BenchError {
     /// The exit code. The codes have the same meaning as those of `pageferry`.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
-            Self::WrongValue(_) | Self::Comparison(RunError::Wrong { .. }) => 1,
+            Self::WrongValue(_) => 1,
             Self::Setting(_)
-            | Self::Comparison(RunError::Slots(_) | RunError::Nothing | RunError::Pages { .. })
             | Self::Machine(MachineError::Layout(_) | MachineError::Readers(_)) => 2,
             Self::Machine(MachineError::EngineUnavailable(_)) => 3,
             Self::Machine(MachineError::NoDelivery(_) | MachineError::NoBacking(_)) => 4,

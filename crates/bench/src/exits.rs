@@ -1,15 +1,14 @@
 //! The cost of an exit and a resume alone. The vCPU faults on a page whose bytes are already in
 //! place, and the fault is resolved at once, without a network.
 
+use crate::demand_paging::serve;
 use crate::vm::{Faults, LIMIT, create, fill, toucher};
 use crate::{BenchError, Samples};
 use pageferry_addr::RamPage;
 use pageferry_guest::TouchOrder;
-use pageferry_machine::{Access, Delivery, Engine, FaultEvents, HookVerdict, Kicker, Machine};
-use pageferry_migration::channel::Spinner;
-use pageferry_migration::{FAULT_SPIN, monotonic};
+use pageferry_machine::{Access, Delivery, Engine, HookVerdict, Kicker, Machine};
+use pageferry_migration::monotonic;
 use pageferry_userfault::PageBitmap;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -41,30 +40,6 @@ impl Faults for InstantResolver {
     fn memory_fault(&self, _: u32, page: RamPage, _: Access, _: &dyn Kicker) -> HookVerdict {
         self.resolve(page);
         HookVerdict::Resume
-    }
-}
-
-fn serve(faults: &InstantResolver, events: &mut dyn FaultEvents, done: &AtomicBool) {
-    // Waits the way the fault thread of a migration does.
-    let mut spinner = Spinner::new(FAULT_SPIN);
-    while !done.load(Ordering::Acquire) {
-        match events.next() {
-            Ok(Some(event)) => {
-                faults.resolve(event.page);
-                spinner = Spinner::new(FAULT_SPIN);
-            }
-            _ if spinner.spin() => {}
-            _ => {
-                let mut fds = [PollFd::from_borrowed_fd(events.fd(), PollFlags::IN)];
-                let _ = poll(
-                    &mut fds,
-                    Some(&Timespec {
-                        tv_sec: 0,
-                        tv_nsec: 5_000_000,
-                    }),
-                );
-            }
-        }
     }
 }
 
@@ -103,7 +78,11 @@ pub(crate) fn exit_and_resume(
     let outcome = std::thread::scope(|scope| {
         for mut events in events {
             let (faults, done) = (&faults, &done);
-            scope.spawn(move || serve(faults, events.as_mut(), done));
+            let resolve = |page| {
+                faults.resolve(page);
+                Ok(())
+            };
+            scope.spawn(move || serve(events.as_mut(), &resolve, done));
         }
         let run = || -> Result<(), BenchError> {
             vm.machine.assist_postcopy(&|| false, &|_| {})?;

@@ -1,20 +1,20 @@
 //! `bench link`: the stall of an urgent page next to the costs of its parts, and the background
 //! push next to the bare link.
 
-use crate::channels::Channels;
+use crate::args::EngineFlags;
 use crate::exits::{exit_and_resume, gaps_us};
 use crate::mover::{Guest, SourceFigures, SourceVm, receive};
 use crate::peer::{LOOPBACK, Part, Peer, accept_one};
 use crate::vm::{Faults, LIMIT, create};
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note};
 use pageferry_addr::PAGE_SIZE;
-use pageferry_machine::{Backing, Delivery, Engine};
+use pageferry_machine::{Delivery, Engine};
 use pageferry_migration::channel::{Connection, Spinner, Wait};
 use pageferry_migration::{DestinationConfig, DestinationReport, Resolver};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::net::IpAddr;
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The size of a request on the urgent connection, in bytes.
@@ -26,96 +26,66 @@ const BULK_BYTES: usize = 256 << 10;
 const PINGS: usize = 4000;
 /// The number of requests before the first one that counts.
 const WARM_UP: usize = 200;
+/// The bytes that are read before those that count.
+const BULK_WARM_UP: usize = 16 << 20;
 const BULK_TOTAL: usize = 1 << 30;
 /// Memory of the VM whose pages are requested one by one, in bytes.
 const STALL_MEMORY: u64 = 32 << 20;
 /// Memory of the VM whose pages are pushed, in bytes.
 const PUSH_MEMORY: u64 = 512 << 20;
 
-/// Runs `bench link` and returns its rows. With files for TLS, the urgent pages and the push are
-/// measured with TLS too, in turn with the others. Both ends use the same files.
+/// Runs `bench link` and returns its rows.
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn link(setting: &Setting, channels: &Channels) -> Result<Vec<Row>, BenchError> {
-    let plain = Channels {
-        tls: None,
-        ..channels.clone()
-    };
-    let mut rows = Vec::new();
-    let mut pings = Samples::default();
-    let mut bulks = Samples::default();
-    for round in 1..=setting.repeat {
-        note(&format!("bare link, round {round} of {}", setting.repeat));
+pub(crate) fn link(flags: &EngineFlags) -> Result<Vec<Row>, BenchError> {
+    let repeat = flags.common.rounds(5, 1);
+    let (mut pings, mut bulks) = (Samples::default(), Samples::default());
+    for round in 1..=repeat {
+        note(&format!("bare link, round {round} of {repeat}"));
         pings.push(ping_pong()?.median());
-        bulks.push(bulk_rate(channels.bulk)?);
+        bulks.push(bulk_rate()?);
     }
-    let ping = pings.median();
-    let bulk = bulks.median();
     let on_link = |note: &str| Conditions::here(0, 0, note);
-    rows.push(pings.row(
-        "link.ping_pong_p50",
-        "TCP loopback, two processes, spinning",
-        "us",
-        on_link("16 B request, 4112 B reply; both readers spin like those of the urgent connection, then sleep"),
-    ));
-    rows.push(bulks.row(
-        "link.bulk_rate",
-        "TCP loopback, two processes",
-        "B/s",
-        on_link(&format!(
-            "{} connections; on each 256 KiB writes from one buffer, 256 KiB reads into one buffer",
-            channels.bulk
-        )),
-    ));
-    for &engine in &setting.engines {
+    let mut rows = vec![
+        pings.row(
+            "link.ping_pong_p50",
+            "TCP loopback, two processes, spinning",
+            "us",
+            on_link("16 B request, 4112 B reply; both readers spin like those of the urgent connection, then sleep"),
+        ),
+        bulks.row(
+            "link.bulk_rate",
+            "TCP loopback, two processes",
+            "B/s",
+            on_link("256 KiB writes from one buffer, 256 KiB reads into one buffer"),
+        ),
+    ];
+    for engine in flags.engines()? {
         for delivery in deliveries(engine)? {
-            stall_rows(setting, engine, delivery, ping, channels, &mut rows)?;
+            rows.extend(stall_rows(repeat, engine, delivery, pings.median())?);
         }
-        let (mut rates, mut tls_rates) = (Samples::default(), Samples::default());
-        for round in 1..=setting.repeat {
+        let mut rates = Samples::default();
+        for round in 1..=repeat {
             note(&format!(
-                "background push on {engine}, round {round} of {}",
-                setting.repeat
+                "background push on {engine}, round {round} of {repeat}"
             ));
-            let rate = |channels: &Channels| {
-                let sent = fetch(engine, None, PUSH_MEMORY, Guest::Quiet, channels)?.1;
-                let seconds = sent.background_took.as_secs_f64();
-                Ok::<_, BenchError>(sent.background_bytes as f64 / seconds)
-            };
-            rates.push(rate(&plain)?);
-            if channels.tls.is_some() {
-                tls_rates.push(rate(channels)?);
-            }
+            let sent = fetch(engine, None, PUSH_MEMORY, Guest::Quiet)?.1;
+            rates.push(sent.background_bytes as f64 / sent.background_took.as_secs_f64());
         }
-        let plain_rate = rates.median();
-        let conditions = |note: &str| {
-            let note = format!("{note}; {} bulk channels", channels.bulk);
-            Conditions::here(1, PUSH_MEMORY, note)
-        };
+        let how = "no zero pages; each is pushed once from cold memory, checksummed, verified and installed; the guest is quiet";
+        let how = Conditions::here(1, PUSH_MEMORY, how);
         rows.push(
             rates
                 .row(
                     "push.rate",
                     format!("background push, {engine}"),
                     "B/s",
-                    conditions("no zero pages; each is pushed once from cold memory, checksummed, verified and installed; the guest is quiet"),
+                    how,
                 )
-                .against("link.bulk_rate", bulk)
+                .against("link.bulk_rate", bulks.median())
                 .aiming_at(Bound::RatioAtLeast(0.6)),
         );
-        if !tls_rates.is_empty() {
-            rows.push(
-                tls_rates
-                    .row(
-                        "push.rate_tls",
-                        format!("background push, {engine}"),
-                        "B/s",
-                        conditions("as push.rate, with TLS"),
-                    )
-                    .against("push.rate", plain_rate),
-            );
-        }
     }
     Ok(rows)
 }
@@ -127,94 +97,54 @@ fn deliveries(engine: Engine) -> Result<Vec<Delivery>, BenchError> {
 }
 
 fn stall_rows(
-    setting: &Setting,
+    repeat: u32,
     engine: Engine,
     delivery: Delivery,
     ping: f64,
-    channels: &Channels,
-    rows: &mut Vec<Row>,
-) -> Result<(), BenchError> {
-    let (mut exits, mut stalls) = (Samples::default(), Samples::default());
-    let (mut p99, mut worst) = (Samples::default(), Samples::default());
-    let mut tls = Samples::default();
-    let plain = Channels {
-        tls: None,
-        ..channels.clone()
-    };
-    for round in 1..=setting.repeat {
+) -> Result<Vec<Row>, BenchError> {
+    let [mut exits, mut stalls, mut p99, mut worst] = [(); 4].map(|()| Samples::default());
+    for round in 1..=repeat {
         note(&format!(
-            "faults on {engine} by {delivery}, round {round} of {}",
-            setting.repeat
+            "faults on {engine} by {delivery}, round {round} of {repeat}"
         ));
         if delivery != Delivery::Missing {
             exits.push(exit_and_resume(engine, delivery, STALL_MEMORY)?.median());
         }
-        let gaps = stalls_us(engine, delivery, &plain)?;
-        if channels.tls.is_some() {
-            tls.push(stalls_us(engine, delivery, channels)?.median());
-        }
+        let gaps = stalls_us(engine, delivery)?;
         stalls.push(gaps.median());
         p99.push(gaps.quantile(0.99));
         worst.push(gaps.quantile(1.0));
     }
-    let subject = format!("{engine} by {delivery}");
-    let conditions = |note: &str| Conditions::here(1, STALL_MEMORY, note).with_delivery(delivery);
-    let floor = ping + exits.median();
-    let mut stall = stalls.row(
+    let row = |case: &'static str, samples: &Samples, note: &str| {
+        let how = Conditions::here(1, STALL_MEMORY, note).with_delivery(delivery);
+        samples.row(case, format!("{engine} by {delivery}"), "us", how)
+    };
+    let mut rows = Vec::new();
+    let mut stall = row(
         "stall.urgent_p50",
-        subject.as_str(),
-        "us",
-        conditions("fault to next fault of a vCPU that only touches missing pages in random order; background idle; source and destination are two processes"),
+        &stalls,
+        "fault to next fault of a vCPU that only touches missing pages in random order; background idle; source and destination are two processes",
     );
     if !exits.is_empty() {
-        rows.push(exits.row(
+        rows.push(row(
             "engine.exit_resume_p50",
-            subject.as_str(),
-            "us",
-            conditions("fault to next fault; the bytes are already in place, and each fault is resolved at once"),
+            &exits,
+            "fault to next fault; the bytes are already in place, and each fault is resolved at once",
         ));
+        let floor = ping + exits.median();
         stall = stall
             .against("link.ping_pong_p50 + engine.exit_resume_p50", floor)
             .aiming_at(Bound::RatioAtMost(1.6));
     }
-    let plain_stall = stall.value;
     rows.push(stall);
-    if !tls.is_empty() {
-        rows.push(
-            tls.row(
-                "stall.urgent_p50_tls",
-                subject.as_str(),
-                "us",
-                conditions("as stall.urgent_p50, with TLS"),
-            )
-            .against("stall.urgent_p50", plain_stall)
-            .aiming_at(Bound::RatioAtMost(1.5)),
-        );
-    }
-    rows.push(p99.row(
-        "stall.urgent_p99",
-        subject.as_str(),
-        "us",
-        conditions("as stall.urgent_p50"),
-    ));
-    rows.push(worst.row(
-        "stall.urgent_max",
-        subject.as_str(),
-        "us",
-        conditions("as stall.urgent_p50"),
-    ));
-    Ok(())
+    rows.push(row("stall.urgent_p99", &p99, "as stall.urgent_p50"));
+    rows.push(row("stall.urgent_max", &worst, "as stall.urgent_p50"));
+    Ok(rows)
 }
 
 /// The times from fault to fault of a vCPU that touches missing pages, in microseconds.
-fn stalls_us(
-    engine: Engine,
-    delivery: Delivery,
-    channels: &Channels,
-) -> Result<Samples, BenchError> {
-    let guest = Guest::Toucher;
-    let delivery_here = Some(delivery);
-    let (report, _) = fetch(engine, delivery_here, STALL_MEMORY, guest, channels)?;
+fn stalls_us(engine: Engine, delivery: Delivery) -> Result<Samples, BenchError> {
+    let (report, _) = fetch(engine, Some(delivery), STALL_MEMORY, Guest::Toucher)?;
     let arrivals: Vec<Duration> = report.faults.iter().map(|fault| fault.at).collect();
     let gaps = gaps_us(&arrivals);
     if gaps.len() < 1000 {
@@ -233,25 +163,13 @@ fn fetch(
     delivery: Option<Delivery>,
     memory_bytes: u64,
     guest: Guest,
-    channels: &Channels,
 ) -> Result<(DestinationReport, SourceFigures), BenchError> {
-    let source = SourceVm {
-        engine,
-        vcpus: 1,
-        memory_bytes,
-        backing: Backing::Shmem,
-        used_bytes: memory_bytes,
-        passes: 0,
+    let mut peer = Peer::start(&SourceVm {
         push: guest == Guest::Quiet,
-        preempt: true,
-        prefetch: true,
-        guest,
-        channels: channels.clone(),
-    };
-    let mut peer = Peer::start(&source)?;
+        ..SourceVm::new(engine, 1, memory_bytes, guest)
+    })?;
     let config = DestinationConfig {
         delivery,
-        tls: channels.tls.clone().map(Into::into),
         ..DestinationConfig::default()
     };
     let (report, vm) = receive(&mut peer, config)?;
@@ -369,39 +287,17 @@ fn read_reply(
     Ok(())
 }
 
-/// Bytes per second over bare connections, which are read at the same time.
-fn bulk_rate(connections: u16) -> Result<f64, BenchError> {
-    let per_connection = BULK_TOTAL / BULK_BYTES / usize::from(connections);
-    let mut peers = Vec::new();
-    for _ in 0..connections {
-        let mut peer = Peer::start(&Bulk)?;
-        let connection = peer.connect()?;
-        peers.push((peer, connection));
-    }
-    let ready = Barrier::new(usize::from(connections) + 1);
-    let read = |connection: &Connection| -> Result<(), BenchError> {
-        let mut buffer = vec![0; BULK_BYTES];
-        let wait = Wait::block("bulk").within(Duration::from_secs(30));
-        let warm = (0..64).try_for_each(|_| connection.read_exact(&mut buffer, &wait));
-        // Every thread has to come, or the others would wait for ever.
-        ready.wait();
-        warm?;
-        for _ in 0..per_connection {
-            connection.read_exact(&mut buffer, &wait)?;
-        }
-        Ok(())
+/// Bytes per second over a bare connection.
+fn bulk_rate() -> Result<f64, BenchError> {
+    let mut peer = Peer::start(&Bulk)?;
+    let connection = peer.connect()?;
+    let mut buffer = vec![0; BULK_BYTES];
+    let wait = Wait::block("bulk").within(Duration::from_secs(30));
+    let mut read = |bytes: usize| {
+        (0..bytes / BULK_BYTES).try_for_each(|_| connection.read_exact(&mut buffer, &wait))
     };
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = peers
-            .iter()
-            .map(|(_, connection)| scope.spawn(|| read(connection)))
-            .collect();
-        ready.wait();
-        let began = Instant::now();
-        for thread in threads {
-            thread.join().expect("a reader panicked")?;
-        }
-        let bytes = per_connection * BULK_BYTES * usize::from(connections);
-        Ok(bytes as f64 / began.elapsed().as_secs_f64())
-    })
+    read(BULK_WARM_UP)?;
+    let began = Instant::now();
+    read(BULK_TOTAL)?;
+    Ok(BULK_TOTAL as f64 / began.elapsed().as_secs_f64())
 }

@@ -16,8 +16,6 @@
 
 mod args;
 mod blackout;
-mod channels;
-mod command;
 mod cores;
 mod demand_paging;
 mod dirty_log;
@@ -35,21 +33,19 @@ mod restore;
 mod results;
 mod row;
 mod schemes;
-mod serialised;
 mod slots;
 mod soft;
 mod states;
 mod tables;
 mod tunnel;
 mod vm;
+mod watched;
 
-use blackout::blackout;
+use args::Command;
 use error::BenchError;
 use kit::Samples;
-use link::link;
+use peer::Part;
 use row::{Bound, Conditions, Row};
-use soft::soft;
-use states::states;
 
 use clap::Parser;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -58,22 +54,57 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// The settings of a benchmark that prints [`Row`]s.
-#[derive(Clone, Debug)]
-pub(crate) struct Setting {
-    /// The engines to measure.
-    pub(crate) engines: Vec<pageferry_machine::Engine>,
-    /// The rounds of each measurement, at least 1. Each round gives one sample of each figure.
-    pub(crate) repeat: u32,
-}
-
 fn main() -> ExitCode {
-    match command::run(&args::Cli::parse().command) {
+    match run(&args::Cli::parse().command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(why) => {
             note(&format!("error: {why}"));
             ExitCode::from(why.exit_code())
         }
+    }
+}
+
+/// Runs a benchmark and prints its figures, or runs the other process of one.
+fn run(command: &Command) -> Result<(), BenchError> {
+    let (output, common) = match command {
+        Command::Link(flags) => (link::link(flags)?.into(), &flags.common),
+        Command::Blackout(flags) => (blackout::blackout(flags)?.into(), &flags.engine.common),
+        Command::Soft(common) => (soft::soft(common)?.into(), common),
+        Command::States(common) => (states::states(common)?.into(), common),
+        Command::Restore(flags) => (restore::restore(flags)?.into(), &flags.common),
+        Command::DemandPaging(flags) => (demand_paging::demand_paging(flags)?, &flags.common),
+        Command::PostcopyLatency(flags) => {
+            (postcopy_latency::postcopy_latency(flags)?, &flags.common)
+        }
+        Command::Linux(flags) => (linux::linux(flags)?.into(), &flags.common),
+        Command::DirtyLog(flags) => (dirty_log::dirty_log(flags)?.into(), &flags.common),
+        Command::Tunnel(flags) => (tunnel::tunnel(flags)?.into(), &flags.common),
+        Command::Slots(flags) => (slots::slots(flags)?.into(), &flags.common),
+        Command::Tables(common) => (tables::tables(common)?.into(), common),
+        Command::Record { file, command } => return results::record(file, command),
+        Command::Report { results } => return output::print(&results::report(results)?),
+        Command::Peer { name, part } => return play(name, part),
+    };
+    output.show(common)
+}
+
+/// Plays the part `name` of another process.
+fn play(name: &str, part: &str) -> Result<(), BenchError> {
+    use link::{Bulk, Pong};
+    use linux::LinuxSource;
+    use mover::SourceVm;
+    use restore::{Paced, Restarted, Restored};
+    use tunnel::TunnelEnd;
+    match name {
+        Bulk::NAME => peer::play::<Bulk>(part),
+        Pong::NAME => peer::play::<Pong>(part),
+        LinuxSource::NAME => peer::play::<LinuxSource>(part),
+        SourceVm::NAME => peer::play::<SourceVm>(part),
+        Paced::NAME => peer::play::<Paced>(part),
+        Restarted::NAME => peer::play::<Restarted>(part),
+        Restored::NAME => peer::play::<Restored>(part),
+        TunnelEnd::NAME => peer::play::<TunnelEnd>(part),
+        _ => Err(BenchError::Peer(format!("unknown part '{name}'"))),
     }
 }
 

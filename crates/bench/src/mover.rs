@@ -4,7 +4,6 @@
 //! by [`receive`] here.
 
 use crate::BenchError;
-use crate::channels::Channels;
 use crate::peer::{
     LOOPBACK, Part, Peer, by_name, kib_of, listen, parse_address, read_line, send, send_line,
 };
@@ -51,8 +50,27 @@ pub(crate) struct SourceVm {
     pub(crate) prefetch: bool,
     /// The guest program.
     pub(crate) guest: Guest,
-    /// The channels for pages.
-    pub(crate) channels: Channels,
+    /// The channels for pages in the background.
+    pub(crate) bulk_channels: u16,
+}
+
+impl SourceVm {
+    /// A VM whose guest uses all of its memory. The source pushes without pre-copy.
+    pub(crate) fn new(engine: Engine, vcpus: u32, memory_bytes: u64, guest: Guest) -> Self {
+        Self {
+            engine,
+            vcpus,
+            memory_bytes,
+            backing: Backing::Shmem,
+            used_bytes: memory_bytes,
+            passes: 0,
+            push: true,
+            preempt: true,
+            prefetch: true,
+            guest,
+            bulk_channels: 1,
+        }
+    }
 }
 
 /// The guest program of a source's VM.
@@ -85,58 +103,40 @@ impl Part for SourceVm {
     const NAME: &'static str = "source";
 
     fn play(&self) -> Result<(), BenchError> {
-        source(self)
-    }
-}
-
-fn source(source: &SourceVm) -> Result<(), BenchError> {
-    let &SourceVm {
-        engine,
-        vcpus,
-        memory_bytes,
-        backing,
-        used_bytes,
-        passes,
-        push,
-        preempt,
-        prefetch,
-        guest,
-        ref channels,
-    } = source;
-    let faults = Resolver::new() as Arc<dyn Faults>;
-    let spec = MachineSpec {
-        backing,
-        ..MachineSpec::new(vcpus, memory_bytes)
-    };
-    let vm = create_on(engine, spec, faults)?;
-    match guest {
-        Guest::Workload => {
-            let program = Workload::new(isa_of(engine), vcpus, used_bytes)?;
+        let spec = MachineSpec {
+            backing: self.backing,
+            ..MachineSpec::new(self.vcpus, self.memory_bytes)
+        };
+        let vm = create_on(self.engine, spec, Resolver::new())?;
+        if self.guest == Guest::Workload {
+            let program = Workload::new(isa_of(self.engine), self.vcpus, self.used_bytes)?;
             vm.load(program.program())?;
             vm.threads.resume();
             std::thread::sleep(WARM_UP);
-        }
-        Guest::Toucher | Guest::InOrder | Guest::Quiet => {
-            let pages = if guest == Guest::Quiet { 1 } else { u64::MAX };
-            let order = if guest == Guest::InOrder {
+        } else {
+            let pages = if self.guest == Guest::Quiet {
+                1
+            } else {
+                u64::MAX
+            };
+            let order = if self.guest == Guest::InOrder {
                 TouchOrder::Ascending
             } else {
                 TouchOrder::Random
             };
-            let program = toucher(engine, vcpus, used_bytes, pages, order)?;
-            fill(&vm, 0..used_bytes / PAGE_SIZE)?;
+            let program = toucher(self.engine, self.vcpus, self.used_bytes, pages, order)?;
+            fill(&vm, 0..self.used_bytes / PAGE_SIZE)?;
             vm.load(program.program())?;
         }
+        let config = SourceConfig {
+            push_after: if self.push { Duration::ZERO } else { QUIET },
+            preempt: self.preempt,
+            prefetch: self.prefetch,
+            bulk_channels: self.bulk_channels,
+            ..SourceConfig::default()
+        };
+        send_vm(&vm, &config, self.passes)
     }
-    let config = SourceConfig {
-        push_after: if push { Duration::ZERO } else { QUIET },
-        preempt,
-        prefetch,
-        bulk_channels: channels.bulk,
-        tls: channels.tls.clone().map(Into::into),
-        ..SourceConfig::default()
-    };
-    send_vm(&vm, &config, passes)
 }
 
 /// Moves a VM to the address on the standard input, and reports it.
@@ -242,17 +242,10 @@ mod tests {
     #[test]
     fn a_source_survives_its_way_to_the_other_process() {
         let source = SourceVm {
-            engine: Engine::Soft,
-            vcpus: 3,
-            memory_bytes: 4 << 20,
             backing: Backing::Hugetlb2M,
             used_bytes: 2 << 20,
-            passes: 1,
-            push: true,
             preempt: false,
-            prefetch: false,
-            guest: Guest::Toucher,
-            channels: Channels::default(),
+            ..SourceVm::new(Engine::Soft, 3, 4 << 20, Guest::Toucher)
         };
         let text = serde_json::to_string(&source).expect("JSON");
         assert_eq!(

@@ -1,9 +1,10 @@
-//! The output of a benchmark: rows as a table, as JSON and as an HTML page, and its charts.
+//! The output of a benchmark: rows as a table, as JSON and as an HTML page.
 
 use crate::BenchError;
+use crate::args::Common;
 use crate::error::os;
 use crate::row::{Row, quantity};
-use pageferry_charts::{escape, scrolling};
+use pageferry_charts::escape;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::io::{self, Write};
@@ -15,12 +16,7 @@ pub(crate) struct Output {
     pub(crate) rows: Vec<Row>,
     /// What the table does not say, in lines.
     pub(crate) notes: Vec<String>,
-    /// Charts with their headings.
-    pub(crate) charts: Vec<(String, Chart)>,
 }
-
-/// A chart as SVG, or why it cannot be drawn.
-pub(crate) type Chart = Result<String, String>;
 
 impl From<Vec<Row>> for Output {
     fn from(rows: Vec<Row>) -> Self {
@@ -32,26 +28,18 @@ impl From<Vec<Row>> for Output {
 }
 
 impl Output {
-    /// Prints the figures, and then writes the requested page. A page that cannot be drawn or
-    /// written must not cost the figures. A name that ends in `.svg` gets the first chart alone.
-    pub(crate) fn show(&self, as_json: bool, report: Option<&Path>) -> Result<(), BenchError> {
-        if as_json {
+    /// Prints the figures, and then writes the requested page. A page that cannot be written must
+    /// not cost the figures.
+    pub(crate) fn show(&self, flags: &Common) -> Result<(), BenchError> {
+        if flags.json {
             print(&(json(&self.rows)? + "\n"))?;
         } else {
             print(&self.text())?;
         }
-        let Some(path) = report else {
-            return Ok(());
-        };
-        let drawn = if path.extension().is_some_and(|end| end == "svg") {
-            let nothing = || Err("there is nothing to draw".to_owned());
-            self.charts
-                .first()
-                .map_or_else(nothing, |chart| chart.1.clone())
-        } else {
-            self.page()
-        };
-        write(path, &drawn.map_err(BenchError::Setting)?)
+        match &flags.report {
+            Some(path) => write(path, &self.page()),
+            None => Ok(()),
+        }
     }
 
     fn text(&self) -> String {
@@ -63,14 +51,9 @@ impl Output {
         out
     }
 
-    /// The charts, bars for the rows of each case, and the table.
-    fn page(&self) -> Result<String, String> {
+    /// Bars for the rows of each case, and the table.
+    fn page(&self) -> String {
         let mut body = String::new();
-        // Writing to a string cannot fail.
-        for (heading, chart) in &self.charts {
-            let _ = writeln!(body, "<h2>{}</h2>", escape(heading));
-            body.push_str(&scrolling(chart.as_ref().map_err(Clone::clone)?));
-        }
         let mut cases: Vec<&str> = Vec::new();
         for row in &self.rows {
             if !cases.contains(&&*row.case) {
@@ -86,6 +69,7 @@ impl Output {
             if of_case.len() < 2 || longest <= 0.0 {
                 continue;
             }
+            // Writing to a string cannot fail.
             let _ = writeln!(body, "<h2>{}</h2>\n<table>", escape(case));
             for row in of_case {
                 let _ = writeln!(
@@ -105,7 +89,7 @@ impl Output {
             escape(&self.text())
         );
         let about = "Medians, each next to its baseline from the same run where it has one.";
-        Ok(pageferry_charts::page("Figures", about, &body, BARS))
+        pageferry_charts::page("Figures", about, &body, BARS)
     }
 }
 
@@ -188,7 +172,7 @@ mod tests {
             notes: vec!["a note".into()],
             ..rows.into()
         };
-        let page = output.page().expect("a page");
+        let page = output.page();
         for text in [output.text(), page.clone()] {
             for part in ["met: &lt; 7.00 us", "MISSED: &lt; 5.00 us", "a note"] {
                 let part = if text == page {

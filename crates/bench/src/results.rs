@@ -8,6 +8,7 @@
 
 use crate::BenchError;
 use crate::output::{json, write};
+use crate::postcopy_latency::Ticks;
 use crate::row::Row;
 use serde::{Deserialize, Serialize};
 use std::fmt::{Display, Write};
@@ -251,10 +252,9 @@ pub(crate) fn moment(seconds: u64) -> String {
 /// Runs `command`, and stores the rows that it prints with the conditions in `file`.
 pub(crate) fn record(file: &Path, command: &[String]) -> Result<(), BenchError> {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let times = || cpu_times(&read("/proc/stat"));
-    let before = times();
+    let before = Ticks::now()?;
     std::thread::sleep(std::time::Duration::from_secs(1));
-    let busy = busy_share(before, times());
+    let busy_before = Ticks::now()?.others_percent(&before) / 100.0;
     let processor = read("/proc/cpuinfo");
     let mut processor = processor
         .lines()
@@ -284,7 +284,7 @@ pub(crate) fn record(file: &Path, command: &[String]) -> Result<(), BenchError> 
     let result = RecordedRun {
         command: words.join(" "),
         began,
-        busy_before: busy.unwrap_or(f64::NAN),
+        busy_before,
         kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
         processor: processor
             .next()
@@ -294,27 +294,6 @@ pub(crate) fn record(file: &Path, command: &[String]) -> Result<(), BenchError> 
         rows,
     };
     write(file, &(json(&result)? + "\n"))
-}
-
-/// The total time of all cores and the part of it that was idle, in ticks, by `/proc/stat`.
-fn cpu_times(stat: &str) -> Option<(u64, u64)> {
-    let line = stat.lines().next()?.strip_prefix("cpu ")?;
-    let times = line.split_whitespace().map(str::parse);
-    let times: Vec<u64> = times.collect::<Result<_, _>>().ok()?;
-    // proc_stat(5): idle and iowait are the fourth and the fifth; guest times, from the ninth on,
-    // are in others already.
-    let idle = times.get(3)? + times.get(4)?;
-    Some((times.iter().take(8).sum(), idle))
-}
-
-/// The share of the time between two samples in which cores were not idle, 0 to 1.
-fn busy_share(before: Option<(u64, u64)>, after: Option<(u64, u64)>) -> Option<f64> {
-    let ((total, idle), (later_total, later_idle)) = (before?, after?);
-    let passed = later_total
-        .checked_sub(total)
-        .filter(|&passed| passed > 0)?;
-    let idle = later_idle.saturating_sub(idle).min(passed);
-    Some(1.0 - idle as f64 / passed as f64)
 }
 
 /// The page of figures for the results in `directory`.
@@ -388,17 +367,6 @@ mod tests {
     fn results_without_a_claim_are_refused() {
         let refused = page(&[result(Vec::new(), 0.1)]).expect_err("no claim");
         assert!(refused.contains("no claim"), "{refused}");
-    }
-
-    #[test]
-    fn the_busy_share_is_what_was_not_idle() {
-        let before = cpu_times("cpu  10 0 10 60 20 0 0 0 7 0\ncpu0 1");
-        let after = cpu_times("cpu  20 0 20 110 40 0 0 10 9 0\n");
-        assert_eq!(before, Some((100, 80)));
-        let share = busy_share(before, after).unwrap();
-        assert!((share - 0.3).abs() < 1e-9, "{share}");
-        assert_eq!(busy_share(before, before), None);
-        assert_eq!(cpu_times("cpu 1 2 x"), None);
     }
 
     #[test]

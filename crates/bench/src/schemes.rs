@@ -4,12 +4,12 @@
 //! All schemes do a step before the next step begins. So a disturbance of the machine affects all
 //! of them.
 
+use crate::BenchError;
 use crate::kit::Samples;
 use crate::row::{Bound, Conditions, Row};
-use crate::slots::SlotSet;
-use crate::tables::{self, scheme::TABLE_PAGES};
 use std::collections::BTreeMap;
 use std::hint::black_box;
+use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 /// An operation that is measured.
@@ -83,51 +83,6 @@ pub(crate) trait Subject<C: Comparison> {
 
 /// All schemes of a comparison, in the order of the table's rows.
 pub(crate) type Subjects<C> = Vec<Box<dyn Subject<C>>>;
-
-/// The reasons why there is no report.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum RunError {
-    /// The number of slots is out of range.
-    #[error("cannot measure {0} slots: expected {min} to {max}", min = SlotSet::MIN_SLOTS, max = SlotSet::MAX_SLOTS)]
-    Slots(u32),
-    /// There are no numbers of slots, or no rounds.
-    #[error("nothing to measure: at least one number of slots and one round are needed")]
-    Nothing,
-    /// The system refuses address space for the slots.
-    #[error("the system refuses {bytes} bytes of address space: raise the address-space limit (ulimit -v)", bytes = crate::slots::RESERVED_BYTES)]
-    AddressSpace,
-    /// The numbers of pages, chunks or rounds cannot be measured.
-    #[error(
-        "cannot measure {pages} pages in chunks of {chunk} and {pair_chunk}, {rounds} times: chunks must be multiples of \
-         {TABLE_PAGES} pages, pages must be a multiple of both chunks and at most {most}, and rounds at least 1",
-        most = tables::Config::MOST_PAGES
-    )]
-    Pages {
-        /// Pages per thread.
-        pages: u64,
-        /// Pages per chunk.
-        chunk: u64,
-        /// Pages per chunk with two threads.
-        pair_chunk: u64,
-        /// Rounds.
-        rounds: u32,
-    },
-    /// A scheme did not find an entry that it had stored, or found one that it had removed.
-    #[error("{scheme} gave a wrong answer to a look-up")]
-    Wrong {
-        /// The scheme's name.
-        scheme: &'static str,
-    },
-}
-
-/// The number of rounds.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Rounds {
-    /// The rounds whose samples count.
-    pub(crate) counted: u32,
-    /// Whether a round whose samples do not count comes first.
-    pub(crate) warm_up: bool,
-}
 
 /// A figure of one scheme.
 #[derive(Debug)]
@@ -263,19 +218,20 @@ impl<O: Operation> Figures<O> {
 }
 
 /// Measures all `subjects`, and returns the figures scheme by scheme. `begin` gets the name of each
-/// round when it begins.
+/// round when it begins. The samples of round 0 do not count.
 pub(crate) fn measure<C: Comparison>(
     input: &C,
     subjects: &mut Subjects<C>,
     slots: Option<u32>,
-    rounds: Rounds,
+    rounds: RangeInclusive<u32>,
     mut begin: impl FnMut(&str),
-) -> Result<Figures<C::Operation>, RunError> {
+) -> Result<Figures<C::Operation>, BenchError> {
     let mut samples = vec![BTreeMap::<C::Operation, Vec<_>>::new(); subjects.len()];
-    for round in u32::from(!rounds.warm_up)..=rounds.counted {
+    let last = *rounds.end();
+    for round in rounds {
         match round {
             0 => begin("warming up"),
-            _ => begin(&format!("round {round} of {}", rounds.counted)),
+            _ => begin(&format!("round {round} of {last}")),
         }
         for &step in C::STEPS {
             for (subject, samples) in subjects.iter_mut().zip(&mut samples) {
@@ -284,8 +240,9 @@ pub(crate) fn measure<C: Comparison>(
                         samples.entry(sample.operation).or_default().push(sample);
                     }
                 });
-                measured.map_err(|Wrong| RunError::Wrong {
-                    scheme: subject.name(),
+                measured.map_err(|Wrong| {
+                    let name = subject.name();
+                    BenchError::WrongValue(format!("{name} gave a wrong answer to a look-up"))
                 })?;
             }
         }

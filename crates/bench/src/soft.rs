@@ -1,7 +1,9 @@
 //! `bench soft`: guest instructions per second of our own hypervisor, with the demo's workload.
 
+use crate::args::Common;
+use crate::row::cores;
 use crate::vm::{Faults, create, isa_of};
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note};
 use pageferry_guest::{Control, Workload};
 use pageferry_machine::Engine;
 use pageferry_migration::Resolver;
@@ -16,15 +18,14 @@ const MEASURED: Duration = Duration::from_millis(1500);
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn soft(setting: &Setting) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn soft(common: &Common) -> Result<Vec<Row>, BenchError> {
+    let (repeat, cores) = (common.rounds(5, 1), cores());
     let mut rows = Vec::new();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from) as u32;
     for vcpus in [1, cores.max(2)] {
         let mut rates = Samples::default();
-        for round in 1..=setting.repeat {
+        for round in 1..=repeat {
             note(&format!(
-                "interpreting with {vcpus} vCPUs, round {round} of {}",
-                setting.repeat
+                "interpreting with {vcpus} vCPUs, round {round} of {repeat}"
             ));
             rates.push(rate(vcpus)? / f64::from(vcpus.min(cores)));
         }

@@ -8,8 +8,9 @@
 //! the bytes of each page. Nothing here waits for another thread. So the time of a thread is its
 //! processor time, which has no part of other work on the host.
 
+use crate::args::Common;
 use crate::demand_paging::HostRam;
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, cores, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, cores, note};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::{Claim, PageBitmap, PageStates};
 use rustix::time::{ClockId, clock_gettime};
@@ -32,16 +33,17 @@ const SEARCHES: u32 = 32;
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn states(setting: &Setting) -> Result<Vec<Row>, BenchError> {
-    let mut rows = vec![read_words(setting.repeat)?];
+pub(crate) fn states(common: &Common) -> Result<Vec<Row>, BenchError> {
+    let repeat = common.rounds(5, 1);
+    let mut rows = vec![read_words(repeat)?];
     let ram = HostRam::new(COPIED)?;
     for (case, bytes, ram) in [
         ("states.claim", UNCOPIED, None),
         ("states.claim_install", COPIED, Some(&*ram)),
     ] {
         let mut rates = [Samples::default(), Samples::default()];
-        for round in 1..=setting.repeat {
-            note(&format!("{case}, round {round} of {}", setting.repeat));
+        for round in 1..=repeat {
+            note(&format!("{case}, round {round} of {repeat}"));
             for (threads, rates) in (1..).zip(&mut rates) {
                 let pages = (bytes / PAGE_SIZE) as usize;
                 let took = claim_all(pages, threads, ram)?;

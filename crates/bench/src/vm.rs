@@ -2,17 +2,44 @@
 
 pub(crate) use pageferry_harness::{Faults, Vm, isa_of};
 
-use crate::BenchError;
+use crate::{BenchError, note, peer};
 use pageferry_addr::RamPage;
 use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
-use pageferry_harness::{BootError, WaitError};
-use pageferry_machine::{Engine, MachineSpec};
+use pageferry_harness::{BootError, WaitError, size};
+use pageferry_machine::{Engine, EngineChoice, MachineSpec};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// The longest a benchmark's guest may take for its task.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+
+/// The engines to measure: the chosen one, or all that run here.
+pub(crate) fn engines(choice: EngineChoice) -> Result<Vec<Engine>, BenchError> {
+    if choice != EngineChoice::Auto {
+        return Ok(vec![pageferry_machine::select(choice)?.0]);
+    }
+    match pageferry_machine::select(EngineChoice::Only(Engine::Kvm)) {
+        Ok((kvm, _)) => Ok(vec![kvm, Engine::Soft]),
+        Err(why) => {
+            note(&format!("KVM is not measured: {why}"));
+            Ok(vec![Engine::Soft])
+        }
+    }
+}
+
+/// Checks that this host has memory for guests of `needed` bytes together.
+pub(crate) fn check_host_memory(needed: u64) -> Result<(), BenchError> {
+    let available = peer::kib_of("/proc/meminfo", &["MemAvailable:"])? << 10;
+    if needed <= available {
+        return Ok(());
+    }
+    let [needed, available] = [needed, available].map(size::human);
+    let advice = "choose a smaller --memory";
+    Err(BenchError::Setting(format!(
+        "the guests need {needed} of memory, and this host has {available} available: {advice}"
+    )))
+}
 
 /// A toucher whose vCPUs store to each of the first `pages` data pages once. Each vCPU has a random
 /// order of its own.

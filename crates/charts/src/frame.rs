@@ -118,28 +118,8 @@ pub(super) fn line(
     Ok(())
 }
 
-/// Draws lines with a dot at each point, in the order of the colours. Returns their legend.
-pub(super) fn dotted<'n>(
-    chart: &mut Chart<'_, '_>,
-    lines: impl Iterator<Item = (usize, &'n str, Vec<(f64, f64)>)>,
-) -> Drawn<Vec<LegendEntry>> {
-    let mut entries = Vec::new();
-    for (index, name, points) in lines {
-        let colour = COLOURS[index % MAX_SERIES];
-        line(chart, points.iter().copied(), colour, 2)?;
-        let dots = points.iter().map(|&at| Circle::new(at, 3, colour.filled()));
-        chart.draw_series(dots).map_err(message)?;
-        entries.push(LegendEntry::line(name, colour));
-    }
-    Ok(entries)
-}
-
-pub(super) fn text(size: u32) -> TextStyle<'static> {
-    (FONT, size).into_font().color(&INK)
-}
-
 pub(super) fn small() -> TextStyle<'static> {
-    text(16)
+    (FONT, 16).into_font().color(&INK)
 }
 
 /// The label of 10^`log_us` microseconds, with a suitable unit.

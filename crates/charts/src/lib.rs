@@ -14,8 +14,8 @@ mod frame;
 mod page;
 
 use self::frame::{
-    Axis, COLOURS, KEY_WIDTH, LegendEntry, SIZE, axes, chart, decade, dotted, draw, legend, line,
-    message, small, text, thousands, whole, with_key,
+    Axis, COLOURS, KEY_WIDTH, LegendEntry, SIZE, axes, chart, decade, draw, legend, line, message,
+    small, thousands, whole, with_key,
 };
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -97,69 +97,8 @@ pub fn histogram(
 pub struct Line {
     /// The name in the legend.
     pub name: String,
-    /// The points, in the units of the chart's axes. [`linear`] needs coordinates of at least 0.
+    /// The points, in the units of the chart's axes.
     pub points: Vec<(f64, f64)>,
-}
-
-/// A chart with two linear axes that begin at 0.
-#[derive(Clone, Copy, Debug)]
-pub struct Linear<'a> {
-    /// The title and the subtitle.
-    pub title: Option<(&'a str, &'a str)>,
-    /// The label of the horizontal axis, with its unit.
-    pub x_desc: &'a str,
-    /// The label of the vertical axis, with its unit.
-    pub y_desc: &'a str,
-    /// The lines, in the units of the labels.
-    pub lines: &'a [Line],
-}
-
-/// Draws lines over two linear axes.
-///
-/// # Errors
-/// If there is nothing to draw, or a coordinate is out of range.
-pub fn linear(of: &Linear<'_>) -> Drawn<String> {
-    /// Height of title and subtitle, in pixels.
-    const TITLE: u32 = 56;
-    let points = || of.lines.iter().flat_map(|line| &line.points);
-    let sane = |&(x, y): &(f64, f64)| x.is_finite() && y.is_finite() && x >= 0.0 && y >= 0.0;
-    if points().next().is_none() || !points().all(sane) {
-        return Err("there is nothing to draw".into());
-    }
-    let most = |part: fn(&(f64, f64)) -> f64| points().map(part).fold(f64::MIN_POSITIVE, f64::max);
-    let (right, top) = (most(|point| point.0) * 1.02, most(|point| point.1) * 1.05);
-    let above = if of.title.is_some() { TITLE } else { 0 };
-    draw((SIZE.0, SIZE.1 + above), |area| {
-        let (head, below) = area.split_vertically(above);
-        if let Some((title, line)) = of.title {
-            head.draw(&Text::new(title.to_owned(), (14, 8), text(20)))
-                .map_err(message)?;
-            head.draw(&Text::new(line.to_owned(), (14, 34), small()))
-                .map_err(message)?;
-        }
-        let (plot, key) = with_key(&below);
-        let mut chart = chart(&plot, 96, 0.0..right, 0.0..top)?;
-        let x = Axis {
-            labels: 10,
-            label: &|x| thousands(*x),
-            desc: of.x_desc,
-        };
-        let y = Axis {
-            labels: 8,
-            label: &|y| {
-                if top < 10.0 {
-                    format!("{y:.1}")
-                } else {
-                    thousands(*y)
-                }
-            },
-            desc: of.y_desc,
-        };
-        axes(&mut chart, &x, &y, true)?;
-        let lines = of.lines.iter().enumerate();
-        let lines = lines.map(|(index, line)| (index, line.name.as_str(), line.points.clone()));
-        legend(&key, &dotted(&mut chart, lines)?)
-    })
 }
 
 /// A named interval of the time axis.
@@ -307,33 +246,6 @@ fn placed(bands: &[Band], (left, right): (f64, f64), width: f64) -> Vec<(&str, u
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn linear_charts_have_their_title_and_begin_at_0() {
-        let lines = [Line {
-            name: "one".into(),
-            points: vec![(1.0, 20.0), (416.0, 1500.0)],
-        }];
-        let chart = |lines| {
-            linear(&Linear {
-                title: Some(("above", "MODELLED below")),
-                x_desc: "vCPUs",
-                y_desc: "milliseconds",
-                lines,
-            })
-        };
-        let svg = chart(&lines).expect("a chart");
-        assert_eq!(svg.matches("<circle").count(), 2);
-        for shown in ["above", "MODELLED below", "vCPUs", "1,000", "one"] {
-            assert!(svg.contains(shown), "{shown}");
-        }
-        assert!(chart(&[]).is_err());
-        let below = Line {
-            name: "below 0".into(),
-            points: vec![(1.0, -1.0)],
-        };
-        assert!(chart(&[below]).is_err());
-    }
 
     fn band(from_ms: f64, to_ms: f64, name: &str) -> Band {
         Band {

@@ -11,9 +11,7 @@ use super::plan::Plan;
 use super::race::{GuestExit, Race, Runner, is_finished, race};
 use super::soft::first_word;
 use crate::BenchError;
-use crate::vm::isa_of;
 use pageferry_addr::{Hva, RamPage};
-use pageferry_guest::Isa;
 use pageferry_harness::{deliveries_of, start_of, write_image};
 use pageferry_machine::{
     ArmOptions, Backing, Delivery, Engine, Exit, FaultEvents, GuestRam, MachineSpec, Vcpu,
@@ -41,11 +39,6 @@ impl Runner for OnMachine {
         let kicker = self.0.kicker();
         Box::new(move || kicker.kick())
     }
-}
-
-/// The instruction set of guests on this engine.
-pub(super) fn isa(engine: Engine) -> Isa {
-    isa_of(engine)
 }
 
 /// Whether machines of `engine` with memory of `backing` have `delivery` on this host.
@@ -106,19 +99,13 @@ pub(super) fn touch(
             // The copy has mapped the page already.
             false => Ok(()),
         };
-        let write = |first: RamPage, pages: u64| {
-            for page in (first.0..first.0 + pages).map(RamPage) {
-                if in_place {
-                    // SAFETY: (1) `missing` calls this for pages that it has claimed, once each.
-                    unsafe { machine.ram().unchecked() }.write(page, &BYTES);
-                } else {
-                    machine.install_copy(page, &BYTES)?;
-                }
+        let write = || {
+            if !in_place {
+                return Ok(machine.install_copy(page, &BYTES)?);
             }
-            if in_place {
-                machine.install(first, pages)?;
-            }
-            Ok(())
+            // SAFETY: (1) `missing` calls this for a page that it has claimed, once.
+            unsafe { machine.ram().unchecked() }.write(page, &BYTES);
+            Ok(machine.install(page, 1)?)
         };
         missing.install(vcpu, page, write, map)
     };
@@ -156,8 +143,9 @@ pub(super) fn touch(
     Ok(outcome)
 }
 
-/// Installs the pages that events ask for, until `done`.
-fn serve(
+/// Installs the pages that events ask for, until `done`. It waits the way the fault thread of a
+/// migration does.
+pub(crate) fn serve(
     events: &mut dyn FaultEvents,
     install: &dyn Fn(RamPage) -> Result<(), BenchError>,
     done: &AtomicBool,

@@ -83,8 +83,6 @@ pub(super) struct MissingPages {
     /// The touched pages, and the number of pages that each vCPU touches.
     touched: Range<u64>,
     each: usize,
-    /// The size of the aligned blocks of pages that are installed together.
-    around: u64,
 }
 
 impl MissingPages {
@@ -100,10 +98,9 @@ impl MissingPages {
         let missing = PageBitmap::try_new(pages as usize).map_err(no_memory)?;
         missing.set_range(plan.touched.start as usize..plan.touched.end as usize);
         let vcpus = plan.vcpus() as usize;
-        // With overlap the pages do not tell which vCPU faulted. In blocks not every page faults.
-        let each_faults =
-            plan.touches() == plan.touched.end - plan.touched.start && plan.around == 1;
-        let seen = if serving.clock && each_faults {
+        // With overlap the pages do not tell which vCPU faulted.
+        let own = plan.touches() == plan.touched.end - plan.touched.start;
+        let seen = if serving.clock && own {
             plan.touched.clone().map(|_| AtomicU64::new(0)).collect()
         } else {
             Box::default()
@@ -118,7 +115,6 @@ impl MissingPages {
             seen,
             touched: plan.touched.clone(),
             each: plan.each as usize,
-            around: plan.around,
         })
     }
 
@@ -126,9 +122,8 @@ impl MissingPages {
         self.states.missing()
     }
 
-    /// Serves a fault on `page`. The first thread installs it by `write`, and with it the missing
-    /// pages of the aligned block around it; `write` gets each run of pages. If another thread
-    /// does, the thread of `vcpu` waits. A reader of events has no `vcpu`, and returns.
+    /// Serves a fault on `page`. The first thread installs it by `write`. If another thread does,
+    /// the thread of `vcpu` waits. A reader of events has no `vcpu`, and returns.
     ///
     /// If the page is present, it calls `map`: userfaultfd also reports pages that have their bytes
     /// and are not mapped yet, such as those of the guest's program.
@@ -136,37 +131,25 @@ impl MissingPages {
         &self,
         vcpu: Option<usize>,
         page: RamPage,
-        mut write: impl FnMut(RamPage, u64) -> Result<(), BenchError>,
+        write: impl FnOnce() -> Result<(), BenchError>,
         map: impl FnOnce() -> Result<(), BenchError>,
     ) -> Result<(), BenchError> {
         if !self.touched.contains(&page.0) {
             return map();
         }
-        let from = page.0 - page.0 % self.around;
-        let block = from.max(self.touched.start)..(from + self.around).min(self.touched.end);
-        let mut written = Ok(());
-        let mut fetched = false;
-        let block = block.start as usize..block.end as usize;
-        let claim = self.states.claim_around(page, block, |first, pages| {
-            if !fetched {
-                fetched = true;
-                self.fetch(page);
-            }
-            if written.is_ok() {
-                written = write(first, pages as u64);
-            }
-            let run = first.0..first.0 + pages as u64;
-            if written.is_err() {
-                self.failed.store(true, Ordering::Release);
-                self.waiters.arrived(run, |vcpu| self.wake(vcpu));
-            } else if self.states.arrive(first, pages).requested > 0 {
-                self.waiters.arrived(run, |vcpu| self.wake(vcpu));
-            }
-        });
-        written?;
-        match claim {
+        match self.states.claim(page) {
             Claim::Present => map(),
-            Claim::Mine => Ok(()),
+            Claim::Mine => {
+                self.fetch(page);
+                let written = write();
+                match written {
+                    Ok(()) => drop(self.states.arrive(page, 1)),
+                    Err(_) => self.failed.store(true, Ordering::Release),
+                }
+                let page = page.0..page.0 + 1;
+                self.waiters.arrived(page, |vcpu| self.wake(vcpu));
+                written
+            }
             Claim::Others => {
                 if let Some(vcpu) = vcpu {
                     self.wait(vcpu, page);
@@ -252,20 +235,19 @@ mod tests {
         let start = Instant::now();
         thread::scope(|scope| {
             scope.spawn(move || {
-                let mut outcome = Some(outcome);
-                let write = |_, _| {
+                let write = || {
                     claimed.send(()).unwrap();
                     let late = Duration::from_secs(5);
                     while missing.waiters.asleep().next().is_none() && start.elapsed() < late {
                         thread::yield_now();
                     }
-                    outcome.take().expect("one run")
+                    outcome
                 };
                 let _ = missing.install(Some(0), page, write, || Ok(()));
             });
             scope.spawn(move || {
                 wait_for_claim.recv().unwrap();
-                let never = |_, _| panic!("the page is installed twice");
+                let never = || panic!("the page is installed twice");
                 missing.install(Some(1), page, never, || Ok(())).unwrap();
                 let arrived = !missing.bitmap().test(page);
                 assert!(arrived || missing.failed.load(Ordering::Acquire));
@@ -301,9 +283,7 @@ mod tests {
         // The first vCPU has pages 0 and 1, the second 2 and 3.
         for index in [0, 2, 1, 3] {
             let page = RamPage(page.0 + index);
-            missing
-                .install(None, page, |_, _| Ok(()), || Ok(()))
-                .unwrap();
+            missing.install(None, page, || Ok(()), || Ok(())).unwrap();
         }
         let times = missing.fault_to_fault();
         assert_eq!(times.len(), 2, "an interval for each vCPU");
@@ -311,36 +291,5 @@ mod tests {
         assert!(two_vcpus(serving, true).0.fault_to_fault().is_empty());
         let (unclocked, _) = two_vcpus(Serving::default(), false);
         assert!(unclocked.fault_to_fault().is_empty());
-    }
-
-    #[test]
-    fn a_fault_installs_the_missing_pages_of_its_block() {
-        let plan = Plan::new(Isa::Rv64, 1, 40, false).unwrap().with_around(16);
-        let first = plan.touched.start;
-        let missing = MissingPages::all(first + 100, &plan, Serving::default()).unwrap();
-        let installed = |page: u64| {
-            let (mut runs, mut mapped) = (Vec::new(), false);
-            let write = |first: RamPage, pages| {
-                runs.push(first.0..first.0 + pages);
-                Ok(())
-            };
-            let map = || {
-                mapped = true;
-                Ok(())
-            };
-            missing.install(None, RamPage(page), write, map).unwrap();
-            (runs, mapped)
-        };
-        let block = |page: u64| page - page % 16;
-        let second = block(first) + 16;
-        let whole = second..second + 16;
-        assert_eq!(installed(second + 5), (vec![whole], false));
-        assert_eq!(installed(second + 6), (vec![], true));
-        let rest = first..second;
-        assert_eq!(installed(first), (vec![rest], false));
-        assert_eq!(installed(first - 1), (vec![], true));
-        let last = plan.touched.end - 1;
-        let rest = block(last).max(second + 16)..last + 1;
-        assert_eq!(installed(last), (vec![rest], false));
     }
 }

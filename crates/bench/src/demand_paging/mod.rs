@@ -12,7 +12,7 @@
 //! missing: its fault is delivered by one of the ways of
 //! [`Delivery`](pageferry_machine::Delivery), and 4 KiB are copied into it. Each vCPU has a thread,
 //! and all start together (`race`). A sample is as many whole passes as
-//! [`DemandSetting::sample`] takes, each with a new VM. Times of single faults come from a further
+//! [`DemandFlags::sample`] takes, each with a new VM. Times of single faults come from a further
 //! pass, because reading the clock costs time.
 //!
 //! On the soft engine, runs with parallel faults take turns with runs that hold one exclusive lock
@@ -31,23 +31,20 @@ mod setting;
 mod soft;
 #[cfg(test)]
 mod tests;
-mod ticket;
-mod watched;
 mod way;
 
-pub(crate) use setting::{DemandSetting, Paging};
-
+pub(crate) use machine::serve;
 pub(crate) use missing::Serving;
 pub(crate) use plan::Plan;
+pub(crate) use setting::DemandFlags;
+#[cfg(test)]
+pub(crate) use setting::flags;
 pub(crate) use soft::{HostRam, exit_and_entry};
-pub(crate) use ticket::TicketLock;
-pub(crate) use watched::{Clock, FaultTimes, Watched};
 
-use crate::BenchError;
-use crate::note;
 use crate::output::Output;
-use crate::serialised::Serialised;
 use crate::vm::isa_of;
+use crate::watched::{Clock, FaultTimes, OrderedLock, Serialised, Watched};
+use crate::{BenchError, model, note};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_hypervisor::Scalable;
 use pageferry_machine::{Engine, MachineError};
@@ -55,7 +52,6 @@ use race::Race;
 use report::{Cell, Found};
 use std::fmt;
 use std::sync::Arc;
-use watched::OrderedLock;
 use way::{WaySamples, ways};
 
 /// The MMU's locking of faults.
@@ -89,40 +85,41 @@ impl fmt::Display for Scheme {
     }
 }
 
-/// Measures all engines.
+/// Measures all engines, or models more vCPUs than this host has cores.
 ///
 /// # Errors
 /// [`BenchError::WrongValue`] if a page does not hold the stored value. [`BenchError::Setting`] if
 /// these settings cannot be measured. [`MachineError::NoDelivery`] if no engine has the wanted
-/// [`Paging`]. Other errors if the host refuses something.
-pub(crate) fn demand_paging(setting: &DemandSetting) -> Result<Output, BenchError> {
-    Ok(measure(setting)?.output(setting))
+/// delivery. Other errors if the host refuses something.
+pub(crate) fn demand_paging(flags: &DemandFlags) -> Result<Output, BenchError> {
+    match flags.model {
+        true => model::model(flags),
+        false => Ok(measure(flags)?.output(flags)),
+    }
 }
 
-fn measure(setting: &DemandSetting) -> Result<Found, BenchError> {
-    setting.check()?;
+fn measure(flags: &DemandFlags) -> Result<Found, BenchError> {
+    flags.check()?;
+    let repeat = flags.common.rounds(5, 5);
     let mut found = Found::default();
-    for &engine in &setting.engines {
-        let ways = ways(engine, setting, &mut found);
+    for engine in flags.engines()? {
+        let ways = ways(engine, flags, &mut found);
         let host = match engine {
-            Engine::Soft => Some(host(setting)?),
+            Engine::Soft => Some(host(flags)?),
             Engine::Kvm => None,
         };
-        for &vcpus in &setting.vcpus {
-            let pages = setting.memory_on(engine) / PAGE_SIZE;
-            let plan = Plan::new(machine::isa(engine), vcpus, pages, setting.overlap)?
-                .with_around(setting.around)
-                .on(setting.backing);
+        for vcpus in flags.measured_vcpus() {
+            let pages = flags.memory_on(engine) / PAGE_SIZE;
+            let plan = Plan::new(isa_of(engine), vcpus, pages, flags.overlap)?.on(flags.backing());
             let mut samples = vec![WaySamples::default(); ways.len()];
-            for round in 1..=setting.repeat {
+            for round in 1..=repeat {
                 note(&format!(
-                    "{engine}: {vcpus} vCPUs, round {round} of {}",
-                    setting.repeat
+                    "{engine}: {vcpus} vCPUs, round {round} of {repeat}"
                 ));
                 // This run does not count: meanwhile the reader of the progress message has the
                 // core.
                 if let Some(first) = ways.first() {
-                    first.run(host.as_ref(), &plan, setting.delay, false)?;
+                    first.run(host.as_ref(), &plan, flags.delay(), false)?;
                 }
                 // The ways take turns, so that other work on the host affects all of them. The
                 // order alternates, because each way leaves its state in the caches.
@@ -131,8 +128,8 @@ fn measure(setting: &DemandSetting) -> Result<Found, BenchError> {
                     turns.reverse();
                 }
                 for (way, samples) in turns {
-                    let run = |clock| way.run(host.as_ref(), &plan, setting.delay, clock);
-                    samples.measure(&plan, setting.sample, || run(false))?;
+                    let run = |clock| way.run(host.as_ref(), &plan, flags.delay(), clock);
+                    samples.measure(&plan, flags.sample(), || run(false))?;
                     if way.delivery.is_some() {
                         samples.add_faults(&run(true)?);
                     }
@@ -149,18 +146,18 @@ fn measure(setting: &DemandSetting) -> Result<Found, BenchError> {
                 }));
         }
     }
-    if let (true, Some(delivery)) = (found.cells.is_empty(), setting.paging.delivery()) {
+    if let (true, Some(delivery)) = (found.cells.is_empty(), flags.wanted()) {
         return Err(MachineError::NoDelivery(delivery).into());
     }
     Ok(found)
 }
 
 /// Host memory for the largest guest on the soft engine.
-fn host(setting: &DemandSetting) -> Result<Arc<HostRam>, BenchError> {
-    let pages = setting.memory_on(Engine::Soft) / PAGE_SIZE;
-    let most = setting.vcpus.iter().copied().max().unwrap_or(1);
+fn host(flags: &DemandFlags) -> Result<Arc<HostRam>, BenchError> {
+    let pages = flags.memory_on(Engine::Soft) / PAGE_SIZE;
+    let most = *flags.measured_vcpus().last().unwrap_or(&1);
     let bytes = Plan::memory_bytes(isa_of(Engine::Soft), most, pages)?;
-    HostRam::on(setting.backing, bytes)
+    HostRam::on(flags.backing(), bytes)
 }
 
 /// One run on the soft engine. Without `exits` no page is missing.

@@ -15,8 +15,6 @@ pub(crate) struct Plan {
     pub(crate) touched: Range<u64>,
     /// The number of pages that each vCPU touches.
     pub(crate) each: u64,
-    /// The size of the aligned blocks of pages that are installed together, at least 1.
-    pub(crate) around: u64,
     /// The memory behind the guest on a machine.
     pub(crate) backing: Backing,
 }
@@ -45,14 +43,8 @@ impl Plan {
                 pages
             },
             touched,
-            around: 1,
             backing: Backing::Shmem,
         })
-    }
-
-    /// The same guest, with missing pages that are installed by blocks of `around`.
-    pub(crate) fn with_around(self, around: u64) -> Self {
-        Self { around, ..self }
     }
 
     /// The same guest in other memory.

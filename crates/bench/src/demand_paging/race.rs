@@ -6,10 +6,12 @@
 
 use crate::BenchError;
 use crate::cores;
+use crate::error::os;
+use crate::kit::Meeting;
 use crate::vm::LIMIT;
 use pageferry_addr::RamPage;
 use pageferry_guest::{Doorbell, Event};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -65,27 +67,18 @@ pub(crate) fn race<R: Runner, T: Send>(
     let count = runners.len();
     let own = Some(cores::each()).filter(|cores| cores.len() >= count);
     let kickers: Vec<_> = runners.iter().map(R::kicker).collect();
-    let (arrived, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let (start, stop) = (Meeting::new(count), AtomicBool::new(false));
     let results = std::thread::scope(|scope| {
         let (send, ends) = mpsc::channel();
         for (index, mut runner) in runners.into_iter().enumerate() {
             let core = own.as_ref().map(|cores| cores[index]);
-            let (send, arrived, stop) = (send.clone(), &arrived, &stop);
+            let (send, start, stop) = (send.clone(), &start, &stop);
             let body = move || {
                 if let Some(core) = core {
                     cores::stay_on(&core);
                 }
                 before();
-                arrived.fetch_add(1, Ordering::AcqRel);
-                let mut spins = 0_u32;
-                while arrived.load(Ordering::Acquire) < count && !stop.load(Ordering::Acquire) {
-                    spins = spins.wrapping_add(1);
-                    if spins.is_multiple_of(1 << 10) {
-                        std::thread::yield_now();
-                    } else {
-                        std::hint::spin_loop();
-                    }
-                }
+                start.meet(1);
                 let began = Instant::now();
                 let outcome = to_the_end(&mut runner, &|page| missing(index, page), stop);
                 let ended = Instant::now();
@@ -95,12 +88,10 @@ pub(crate) fn race<R: Runner, T: Send>(
             let started = std::thread::Builder::new()
                 .name("touching-vcpu".into())
                 .spawn_scoped(scope, body);
-            if let Err(source) = started {
+            if let Err(why) = started {
                 stop.store(true, Ordering::Release);
-                return Err(BenchError::Os {
-                    what: "cannot start a vCPU's thread",
-                    source,
-                });
+                drop(start.leaving());
+                return Err(os("cannot start a vCPU's thread")(why));
             }
         }
         // Now only the threads hold senders, so their end closes the channel.

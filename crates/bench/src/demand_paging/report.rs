@@ -1,11 +1,10 @@
-//! The results of a run, as rows and a chart.
+//! The results of a run, as rows.
 
-use super::setting::DemandSetting;
+use super::setting::DemandFlags;
 use super::way::{Way, WaySamples};
 use crate::Samples;
 use crate::output::Output;
 use crate::row::{Conditions, Row};
-use pageferry_charts::{Line, Linear, linear};
 use pageferry_machine::{Delivery, Engine};
 
 /// A rate whose samples spread more than this part of the median is called noisy.
@@ -68,8 +67,8 @@ impl Cell {
 }
 
 impl Found {
-    /// The rows, a chart of the rates, and what the table does not say.
-    pub(super) fn output(&self, setting: &DemandSetting) -> Output {
+    /// The rows, and what the table does not say.
+    pub(super) fn output(&self, flags: &DemandFlags) -> Output {
         let mut notes: Vec<String> = self
             .lacking
             .iter()
@@ -77,38 +76,36 @@ impl Found {
                 format!("Not measured: {engine} by {delivery}: `pageferry probe` prints the reason")
             })
             .collect();
-        if setting.selftest_lines {
+        if flags.has_selftest_lines() {
             notes.extend(self.cells.iter().map(Cell::selftest));
         }
         Output {
             rows: self
                 .cells
                 .iter()
-                .flat_map(|cell| self.rows(cell, setting))
+                .flat_map(|cell| self.rows(cell, flags))
                 .collect(),
             notes,
-            charts: vec![("First touches of memory".into(), self.chart())],
         }
     }
 
     /// The rows of a cell. The ratio of a rate is to the plain loop, if readers are compared, and
     /// else to the run without missing pages. The ratio of the scaling is to the fewest vCPUs.
-    fn rows(&self, cell: &Cell, setting: &DemandSetting) -> Vec<Row> {
+    fn rows(&self, cell: &Cell, flags: &DemandFlags) -> Vec<Row> {
         let subject = format!("{}, {} vCPUs", cell.name(), cell.vcpus);
         let row = |case: &'static str, unit, samples: &Samples, note: &str| {
             samples.row(case, subject.clone(), unit, cell.conditions(note))
         };
         let mut note = format!(
-            "each vCPU stores to one word of each page {}; {}, blocks of {} pages, {} us a fetch; \
-             spread {:.0} %",
-            if setting.overlap {
+            "each vCPU stores to one word of each page {}; {}, {} us a fetch; spread \
+              {:.0} %",
+            if flags.overlap {
                 "of all"
             } else {
                 "of its own"
             },
-            setting.backing,
-            setting.around,
-            setting.delay.as_micros(),
+            flags.backing(),
+            flags.delay().as_micros(),
             100.0 * cell.spread()
         );
         if cell.spread() > NOISY {
@@ -117,7 +114,7 @@ impl Found {
         let samples = &cell.samples;
         let mut rate = row("demand_paging.rate", "pages/s", &samples.rate, &note);
         let baseline = self.cells.iter().find(|other| {
-            let compared = setting.compare_readers;
+            let compared = flags.compare_readers;
             other.vcpus == cell.vcpus && other.way.is_baseline_of(cell.way, compared)
         });
         if let Some(other) = baseline {
@@ -154,29 +151,5 @@ impl Found {
             }
         }
         rows
-    }
-
-    /// Touches per second over numbers of vCPUs, with a line for each way.
-    fn chart(&self) -> Result<String, String> {
-        let mut lines: Vec<Line> = Vec::new();
-        for cell in &self.cells {
-            let point = (f64::from(cell.vcpus), cell.rate());
-            match lines.iter_mut().find(|line| line.name == cell.name()) {
-                Some(line) => line.points.push(point),
-                None => lines.push(Line {
-                    name: cell.name(),
-                    points: vec![point],
-                }),
-            }
-        }
-        linear(&Linear {
-            title: Some((
-                "First touches of memory: pages per second, all vCPUs together",
-                "Medians, measured. A line's name is the engine and the delivery of faults on missing pages.",
-            )),
-            x_desc: "vCPUs",
-            y_desc: "pages per second",
-            lines: &lines,
-        })
     }
 }

@@ -1,126 +1,116 @@
-//! The settings of the benchmark.
+//! What a run measures.
 
 use super::plan::Plan;
 use crate::BenchError;
-use crate::vm::isa_of;
-use pageferry_addr::{PAGE_SIZE, PageSize};
-use pageferry_machine::{Backing, Delivery, Engine};
+use crate::args::Common;
+use crate::vm::{check_host_memory, engines, isa_of};
+use clap::{Args, ValueEnum, value_parser};
+use pageferry_addr::PAGE_SIZE;
+use pageferry_guest::MAX_VCPUS;
+use pageferry_harness::size;
+use pageferry_machine::{Backing, Delivery, Engine, EngineChoice};
 use std::time::Duration;
 
-/// The ways in which pages come that a run measures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Paging {
-    /// All ways of the engine.
-    All,
-    /// All ways of the engine. Those with fault events are measured twice: with one reader, and
-    /// with a reader for each vCPU. These are the tables of the KVM Userfault series (James
-    /// Houghton, kvm mailing list, December 2024).
-    Tables,
-    /// No page is missing: the `none` of `demand_paging_test`'s `-u`.
-    Present,
-    /// userfaultfd missing faults, its `MISSING`.
-    Missing,
-    /// userfaultfd minor faults, its `MINOR`.
-    Minor,
-    /// Exits on the vCPU's own thread, its `-k`: by the bitmap on the soft engine and where KVM has
-    /// it, and by poison on KVM.
-    Exits,
-}
+/// The heading of the options that are those of the kernel's test.
+const SELFTEST: &str = "Options of demand_paging_test";
 
-impl Paging {
-    /// The one delivery that this measures. For [`Self::Exits`] it is KVM's, because every soft
-    /// engine has its own.
-    pub(super) const fn delivery(self) -> Option<Delivery> {
-        match self {
-            Self::All | Self::Tables | Self::Present => None,
-            Self::Missing => Some(Delivery::Missing),
-            Self::Minor => Some(Delivery::Minor),
-            Self::Exits => Some(Delivery::Poison),
-        }
-    }
-
-    /// Whether this measures `delivery`; `None`: no page is missing.
-    pub(super) fn has(self, delivery: Option<Delivery>) -> bool {
-        match self {
-            Self::All | Self::Tables => true,
-            Self::Present => delivery.is_none(),
-            Self::Missing => delivery == Some(Delivery::Missing),
-            Self::Minor => delivery == Some(Delivery::Minor),
-            Self::Exits => matches!(
-                delivery,
-                Some(Delivery::Exit | Delivery::Userfault | Delivery::Poison)
-            ),
-        }
-    }
-}
-
-/// The settings of the benchmark.
-#[derive(Clone, Debug)]
-pub(crate) struct DemandSetting {
-    /// The engines to measure.
-    pub(crate) engines: Vec<Engine>,
-    /// The numbers of vCPUs, each from 1 to [`Self::MAX_VCPUS`].
+/// `pageferry-bench demand-paging`.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct DemandFlags {
+    /// The engine: kvm, soft, or auto for all that run here
+    #[arg(long, default_value = "auto", value_name = "auto|kvm|soft")]
+    engine: EngineChoice,
+    /// Numbers of vCPUs [default: 1,2,4,8,16,32,64; of the model up to 416; with --matrix 2,8,64]
+    #[arg(short, long, value_name = "N,..", value_delimiter = ',', value_parser = value_parser!(u32).range(1..=i64::from(MAX_VCPUS)))]
     pub(crate) vcpus: Vec<u32>,
-    /// Bytes for each vCPU, a multiple of the page size. By default 16 MiB on the soft engine, and
-    /// 1 MiB on KVM, because its faults take longer (4 MiB to compare readers).
+    /// Guest memory for each vCPU [default: 16M on soft and of the model, 1M on kvm, 4M to compare
+    /// readers]
+    #[arg(short = 'b', long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) memory_per_vcpu: Option<u64>,
-    /// Whether every vCPU touches all pages.
-    pub(crate) overlap: bool,
-    /// The number of pages that are installed at a fault: the aligned block of this size around the
-    /// page, as far as it is missing. From 1 to [`Self::MAX_AROUND`].
-    pub(crate) around: u64,
-    /// The number of samples of each figure, at least 1.
-    pub(crate) repeat: u32,
-    /// The least time of a sample: passes are repeated until they have taken it together.
-    pub(crate) sample: Duration,
-    /// The ways to measure.
-    pub(crate) paging: Paging,
-    /// The number of threads that read fault events, at least 1. [`Paging::Tables`] chooses its
-    /// own.
-    pub(crate) readers: u32,
-    /// Whether to measure several kinds of readers side by side, each against a loop that reads one
-    /// message at a time and never spins. `readers` does not count then.
-    pub(crate) compare_readers: bool,
-    /// The memory behind the guests. Pages of a pool are not possible: they are mapped whole, and
-    /// this brings small ones.
-    pub(crate) backing: Backing,
-    /// The time that a thread sleeps before it installs a missing page: a simulated fetch.
-    pub(crate) delay: Duration,
-    /// Whether the text also has the lines of `demand_paging_test`.
-    pub(crate) selftest_lines: bool,
+    /// Every vCPU touches the pages of all
+    #[arg(short, long)]
+    pub(super) overlap: bool,
+    /// The tables of the KVM Userfault series (James Houghton, kvm mailing list, December 2024):
+    /// vCPUs by mode, fault events with one reader and with a reader for each vCPU
+    #[arg(long, conflicts_with_all = ["userfault", "kvm_userfault", "readers"])]
+    pub(super) matrix: bool,
+    /// Compare readers of fault events on kvm: a loop that reads one message at a time and never
+    /// spins, one reader that spins, two, and one for each of two userfaultfds
+    #[arg(long, conflicts_with_all = ["matrix", "kvm_userfault", "readers"])]
+    pub(super) compare_readers: bool,
+    /// The memory behind the guest: shmem, shmem-thp or anonymous [default: shmem]
+    #[arg(short = 's', long, value_name = "TYPE", help_heading = SELFTEST)]
+    backing: Option<Backing>,
+    /// Measure only this userfaultfd mode [default: all modes]
+    #[arg(short = 'u', long, value_name = "MODE", ignore_case = true, help_heading = SELFTEST)]
+    userfault: Option<Userfault>,
+    /// One userfaultfd for all vCPUs: always so here, but with --compare-readers
+    #[arg(short = 'a', long, help_heading = SELFTEST)]
+    single_userfaultfd: bool,
+    /// Threads that read fault events [default: 1]
+    #[arg(short = 'r', long, value_name = "N", value_parser = value_parser!(u32).range(1..=1024), help_heading = SELFTEST)]
+    pub(super) readers: Option<u32>,
+    /// Measure only exits on the vCPU's own thread: by a bitmap, or by poison on kvm
+    #[arg(short = 'k', long, help_heading = SELFTEST)]
+    kvm_userfault: bool,
+    /// Microseconds that a thread sleeps before it installs a page: a simulated fetch [default: 0]
+    #[arg(short = 'd', long, value_name = "USEC", value_parser = value_parser!(u64).range(0..=1_000_000), help_heading = SELFTEST)]
+    delay_us: Option<u64>,
+    /// Model many vCPUs on as many cores, from times measured on the soft engine in this run
+    #[arg(long, conflicts_with_all = ["engine", "overlap", "matrix", "compare_readers", "backing", "userfault", "single_userfaultfd", "readers", "kvm_userfault", "delay_us"])]
+    pub(crate) model: bool,
+    /// Of the model: memory of all vCPUs together, in a separate table
+    #[arg(long, value_name = "SIZE", default_value = "12T", value_parser = size::parse, requires = "model")]
+    pub(crate) total_memory: u64,
+    /// Of the model: the seed of its random numbers
+    #[arg(long, value_name = "N", default_value_t = 2019, requires = "model")]
+    pub(crate) seed: u64,
+    #[command(flatten)]
+    pub(crate) common: Common,
 }
 
-impl Default for DemandSetting {
-    /// All ways on the soft engine, 5 samples of 0.2 s.
-    fn default() -> Self {
-        Self {
-            engines: vec![Engine::Soft],
-            vcpus: vec![1, 2, 4, 8, 16, 32, 64],
-            memory_per_vcpu: None,
-            overlap: false,
-            around: 1,
-            repeat: 5,
-            sample: Duration::from_millis(200),
-            paging: Paging::All,
-            readers: 1,
-            compare_readers: false,
-            backing: Backing::Shmem,
-            delay: Duration::ZERO,
-            selftest_lines: false,
+/// The userfaultfd modes of `demand_paging_test`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Userfault {
+    /// No page is missing
+    None,
+    /// userfaultfd missing faults
+    Missing,
+    /// userfaultfd minor faults; with -k exits by poison, which is registered for them
+    Minor,
+}
+
+impl DemandFlags {
+    /// The engines to measure. `PAGEFERRY_REQUIRE` makes it an error that KVM cannot be measured.
+    pub(super) fn engines(&self) -> Result<Vec<Engine>, BenchError> {
+        let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
+        if self.engine == EngineChoice::Auto && required.split(',').any(|word| word == "kvm") {
+            pageferry_machine::select(EngineChoice::Only(Engine::Kvm))?;
         }
+        engines(self.engine)
     }
-}
 
-impl DemandSetting {
-    /// The largest number of vCPUs in a guest.
-    pub(crate) const MAX_VCPUS: u32 = pageferry_guest::MAX_VCPUS;
+    /// The numbers of vCPUs in order, each once. `default` if none is named.
+    pub(crate) fn vcpus(&self, default: &[u32]) -> Vec<u32> {
+        let mut vcpus = match &*self.vcpus {
+            [] => default.to_vec(),
+            named => named.to_vec(),
+        };
+        vcpus.sort_unstable();
+        vcpus.dedup();
+        vcpus
+    }
 
-    /// The largest block of pages that are installed together: 2 MiB.
-    pub(crate) const MAX_AROUND: u64 = PageSize::Size2M.pages();
+    /// The numbers of vCPUs that are measured.
+    pub(super) fn measured_vcpus(&self) -> Vec<u32> {
+        self.vcpus(match self.matrix {
+            true => &[2, 8, 64],
+            false => &[1, 2, 4, 8, 16, 32, 64],
+        })
+    }
 
-    /// Bytes for each vCPU on `engine`.
-    #[must_use]
-    pub(crate) fn memory_on(&self, engine: Engine) -> u64 {
+    /// Bytes for each vCPU on `engine`. Faults on KVM take longer, so they get less.
+    pub(super) fn memory_on(&self, engine: Engine) -> u64 {
         self.memory_per_vcpu.unwrap_or(match engine {
             Engine::Soft => 16 << 20,
             // Two userfaultfds need 4 MiB.
@@ -129,59 +119,159 @@ impl DemandSetting {
         })
     }
 
-    /// The size of the largest guest, in bytes.
-    ///
-    /// # Errors
-    /// If that is more than a guest can address.
-    pub(crate) fn largest_bytes(&self) -> Result<u64, BenchError> {
-        let mut largest = 0;
-        for &engine in &self.engines {
-            for &vcpus in &self.vcpus {
-                let pages = self.memory_on(engine) / PAGE_SIZE;
-                largest = largest.max(Plan::memory_bytes(isa_of(engine), vcpus, pages)?);
-            }
+    /// The least time of a sample: passes are repeated until they have taken it together.
+    pub(super) fn sample(&self) -> Duration {
+        Duration::from_millis(if self.common.quick { 0 } else { 200 })
+    }
+
+    /// The memory behind the guests.
+    pub(super) fn backing(&self) -> Backing {
+        self.backing.unwrap_or(Backing::Shmem)
+    }
+
+    /// The time that a thread sleeps before it installs a missing page: a simulated fetch.
+    pub(super) fn delay(&self) -> Duration {
+        Duration::from_micros(self.delay_us.unwrap_or(0))
+    }
+
+    /// Whether the text also has the lines of `demand_paging_test`.
+    pub(super) fn has_selftest_lines(&self) -> bool {
+        !self.vcpus.is_empty()
+            || self.memory_per_vcpu.is_some()
+            || self.overlap
+            || self.backing.is_some()
+            || self.userfault.is_some()
+            || self.single_userfaultfd
+            || self.readers.is_some()
+            || self.kvm_userfault
+            || self.delay_us.is_some()
+    }
+
+    /// Whether this run measures `delivery`; `None`: no page is missing.
+    pub(super) fn wants(&self, delivery: Option<Delivery>) -> bool {
+        match self.userfault {
+            _ if self.kvm_userfault => matches!(
+                delivery,
+                Some(Delivery::Exit | Delivery::Userfault | Delivery::Poison)
+            ),
+            None => true,
+            Some(Userfault::None) => delivery.is_none(),
+            Some(Userfault::Missing) => delivery == Some(Delivery::Missing),
+            Some(Userfault::Minor) => delivery == Some(Delivery::Minor),
         }
-        Ok(largest)
+    }
+
+    /// The one delivery that is wanted. Of exits it is KVM's, because every soft engine has its own.
+    pub(super) fn wanted(&self) -> Option<Delivery> {
+        match self.userfault {
+            _ if self.kvm_userfault => Some(Delivery::Poison),
+            Some(Userfault::Missing) => Some(Delivery::Missing),
+            Some(Userfault::Minor) => Some(Delivery::Minor),
+            None | Some(Userfault::None) => None,
+        }
     }
 
     pub(super) fn check(&self) -> Result<(), BenchError> {
-        let possible = 1..=Self::MAX_VCPUS;
-        if self.repeat == 0 || self.vcpus.is_empty() || self.engines.is_empty() {
-            return Err(BenchError::Setting(
-                "nothing to measure: no engine, no vCPUs or no samples".into(),
-            ));
+        if (self.userfault, self.kvm_userfault) == (Some(Userfault::Missing), true) {
+            let why = "exits (-k) need memory without missing faults: leave out -u missing";
+            return Err(BenchError::Setting(why.into()));
         }
-        if let Some(vcpus) = self.vcpus.iter().find(|vcpus| !possible.contains(vcpus)) {
+        let backing = self.backing();
+        if backing.is_hugetlb() {
             return Err(BenchError::Setting(format!(
-                "cannot measure {vcpus} vCPUs: expected 1 to {}",
-                Self::MAX_VCPUS
+                "this benchmark brings pages of 4 KiB, and {backing} is mapped whole: use shmem, shmem-thp or anonymous"
             )));
         }
-        if !(1..=Self::MAX_AROUND).contains(&self.around) {
-            return Err(BenchError::Setting(format!(
-                "cannot install {} pages at a fault: expected 1 to {}",
-                self.around,
-                Self::MAX_AROUND
-            )));
+        let mut largest = 0;
+        for engine in self.engines()? {
+            let pages = self.memory_on(engine) / PAGE_SIZE;
+            let most = *self.measured_vcpus().last().unwrap_or(&1);
+            largest = largest.max(Plan::memory_bytes(isa_of(engine), most, pages)?);
         }
-        if self.backing.is_hugetlb() {
-            return Err(BenchError::Setting(format!(
-                "this benchmark brings pages of 4 KiB, and {} is mapped whole: use shmem, shmem-thp or anonymous",
-                self.backing
-            )));
+        backing.check(largest)?;
+        check_host_memory(largest)
+    }
+}
+
+/// The flags of a command line.
+#[cfg(test)]
+pub(crate) fn flags(words: &str) -> DemandFlags {
+    use crate::args::{Cli, Command};
+    let words = format!("pageferry-bench demand-paging {words}");
+    match clap::Parser::parse_from(words.split_whitespace()) {
+        Cli {
+            command: Command::DemandPaging(flags),
+        } => flags,
+        other => panic!("another benchmark: {other:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::Cli;
+    use clap::Parser;
+
+    #[test]
+    fn lists_and_sizes_are_taken() {
+        let short = flags("-v 4 -b 4M -s shmem -u MINOR -a -r 2 -o -d 50");
+        assert_eq!((short.measured_vcpus(), short.overlap), (vec![4], true));
+        assert_eq!(short.memory_on(Engine::Kvm), 4 << 20);
+        assert_eq!(short.userfault, Some(Userfault::Minor));
+        assert_eq!((short.readers, short.delay().as_micros()), (Some(2), 50));
+        let model = flags("--model --total-memory 1T --seed 3");
+        assert_eq!((model.total_memory, model.seed), (1 << 40, 3));
+        for refused in [
+            "--vcpus 1025",
+            "--vcpus 1,",
+            "--memory-per-vcpu 1K",
+            "--total-memory 1T",
+            "--model --engine kvm",
+            "--model -k",
+            "--matrix -u minor",
+            "-s hugetlb",
+            "-r 0",
+            "-u wp",
+        ] {
+            let words = format!("pageferry-bench demand-paging {refused}");
+            assert!(Cli::try_parse_from(words.split(' ')).is_err(), "{refused}");
         }
-        self.backing.check(self.largest_bytes()?)?;
-        if self.readers == 0 {
-            return Err(BenchError::Setting(
-                "no thread reads fault events: expected at least 1 reader".into(),
-            ));
-        }
-        let least = self.engines.iter().map(|&engine| self.memory_on(engine));
-        if least.min().is_none_or(|bytes| bytes < PAGE_SIZE) {
-            return Err(BenchError::Setting(
-                "nothing to touch: a vCPU needs at least one page".into(),
-            ));
-        }
-        Ok(())
+    }
+
+    #[test]
+    fn numbers_of_vcpus_are_put_in_order() {
+        let named = flags("-v 8,1,8");
+        assert_eq!(named.measured_vcpus(), [1, 8]);
+        assert!(named.has_selftest_lines());
+        assert_eq!(named.sample(), Duration::from_millis(200));
+        let all = flags("");
+        assert_eq!(all.measured_vcpus(), [1, 2, 4, 8, 16, 32, 64]);
+        let matrix = flags("--matrix");
+        assert_eq!(matrix.measured_vcpus(), [2, 8, 64]);
+        assert!(!matrix.has_selftest_lines());
+    }
+
+    #[test]
+    fn the_options_of_the_kernels_test_choose_the_ways() {
+        let all = [
+            None,
+            Some(Delivery::Exit),
+            Some(Delivery::Poison),
+            Some(Delivery::Minor),
+            Some(Delivery::Missing),
+        ];
+        let check = |words, from: usize, to: usize| {
+            let flags = flags(words);
+            let wanted: Vec<_> = all.into_iter().filter(|&one| flags.wants(one)).collect();
+            assert_eq!(wanted, all[from..to], "{words}");
+        };
+        check("", 0, 5);
+        check("-u none", 0, 1);
+        check("-u missing", 4, 5);
+        check("-u minor", 3, 4);
+        check("-k", 1, 3);
+        check("-k -u minor", 1, 3);
+        let refused = flags("-k -u missing").check().unwrap_err();
+        assert_eq!(refused.exit_code(), 2);
     }
 }

@@ -12,8 +12,8 @@
 use super::missing::{BYTES, MissingPages, Serving};
 use super::plan::Plan;
 use super::race::{GuestExit, Race, Runner, is_finished, race};
-use super::watched::Clock;
 use crate::BenchError;
+use crate::watched::Clock;
 use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
 use pageferry_hypervisor::hart::Hart;
 use pageferry_hypervisor::{
@@ -194,10 +194,8 @@ where
         let Some(missing) = &missing else {
             return Err(BenchError::Hypervisor(format!("{page:?} is not missing")));
         };
-        let write = |first: RamPage, pages: u64| {
-            for page in (first.0..first.0 + pages).map(RamPage) {
-                host.placing().write(page, &BYTES);
-            }
+        let write = || {
+            host.placing().write(page, &BYTES);
             Ok(())
         };
         missing.install(Some(vcpu), page, write, || Ok(()))

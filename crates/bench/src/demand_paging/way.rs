@@ -4,7 +4,7 @@ use super::missing::{Reading, Serving};
 use super::plan::Plan;
 use super::race::Race;
 use super::report::Found;
-use super::setting::{DemandSetting, Paging};
+use super::setting::DemandFlags;
 use super::{HostRam, Scheme, machine, soft_touch};
 use crate::row::cores;
 use crate::{BenchError, Samples};
@@ -118,7 +118,7 @@ impl Way {
 }
 
 /// The wanted ways of an engine that this host has. The report gets those that it lacks.
-pub(super) fn ways(engine: Engine, setting: &DemandSetting, found: &mut Found) -> Vec<Way> {
+pub(super) fn ways(engine: Engine, flags: &DemandFlags, found: &mut Found) -> Vec<Way> {
     let deliveries: &[_] = match engine {
         Engine::Soft => &[None, Some(Delivery::Exit)],
         Engine::Kvm => &[
@@ -137,16 +137,16 @@ pub(super) fn ways(engine: Engine, setting: &DemandSetting, found: &mut Found) -
         userfaultfds,
         readers,
     };
-    let readings = if setting.compare_readers {
+    let readings = if flags.compare_readers {
         vec![Reading::Plain, streams(1, 1), streams(1, 2), streams(2, 1)]
-    } else if setting.paging == Paging::Tables {
+    } else if flags.matrix {
         vec![streams(1, 1), streams(1, EACH_VCPU)]
     } else {
-        vec![streams(1, setting.readers)]
+        vec![streams(1, flags.readers.unwrap_or(1))]
     };
     let (mut ways, lacking) = (Vec::new(), found.lacking.len());
-    for &delivery in deliveries.iter().filter(|&&one| setting.paging.has(one)) {
-        if let Some(delivery) = delivery.filter(|&one| !machine::has(engine, setting.backing, one))
+    for &delivery in deliveries.iter().filter(|&&one| flags.wants(one)) {
+        if let Some(delivery) = delivery.filter(|&one| !machine::has(engine, flags.backing(), one))
         {
             // No released kernel has that one.
             if delivery != Delivery::Userfault {
@@ -167,7 +167,7 @@ pub(super) fn ways(engine: Engine, setting: &DemandSetting, found: &mut Found) -
         }
     }
     // An engine may not know the wanted delivery at all.
-    if let (true, Some(delivery)) = (ways.is_empty(), setting.paging.delivery())
+    if let (true, Some(delivery)) = (ways.is_empty(), flags.wanted())
         && found.lacking.len() == lacking
     {
         found.lacking.push((engine, delivery));
@@ -238,6 +238,7 @@ impl WaySamples {
 
 #[cfg(test)]
 mod tests {
+    use super::super::flags;
     use super::*;
     use pageferry_guest::Isa;
 
@@ -267,13 +268,9 @@ mod tests {
 
     #[test]
     fn the_soft_engine_has_the_ways_that_are_wanted() {
-        let check = |paging, names: &[&str], lacking: usize| {
-            let setting = DemandSetting {
-                paging,
-                ..DemandSetting::default()
-            };
+        let check = |words, names: &[&str], lacking: usize| {
             let mut found = Found::default();
-            let names_found: Vec<_> = ways(Engine::Soft, &setting, &mut found)
+            let names_found: Vec<_> = ways(Engine::Soft, &flags(words), &mut found)
                 .into_iter()
                 .map(Way::name)
                 .collect();
@@ -282,11 +279,11 @@ mod tests {
         };
         let exits = ["exit", "exit, serialised MMU"];
         let none = ["no userfault", "no userfault, serialised MMU"];
-        check(Paging::All, &[none, exits].concat(), 0);
-        check(Paging::Tables, &[none, exits].concat(), 0);
-        check(Paging::Exits, &exits, 0);
-        check(Paging::Present, &none, 0);
-        check(Paging::Minor, &[], 1);
+        check("", &[none, exits].concat(), 0);
+        check("--matrix", &[none, exits].concat(), 0);
+        check("-k", &exits, 0);
+        check("-u none", &none, 0);
+        check("-u minor", &[], 1);
     }
 
     #[test]

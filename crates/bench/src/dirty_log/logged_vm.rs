@@ -1,18 +1,18 @@
 //! One VM that goes through all phases.
 
-use super::{Config, Pattern, Phase};
+use super::{DirtyLogFlags, ITERATIONS, Pattern, Phase};
 use crate::BenchError;
 use crate::Samples;
 use crate::demand_paging::HostRam;
+use crate::kit::Meeting;
 use dynasmrt::riscv::RiscvRelocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_hypervisor::{
-    DirtyProtect, Exit, HostMemory, Memslots, Region, SlotFlags, VcpuCore, Vm, VmConfig,
+    DirtyBy, DirtyProtect, Exit, HostMemory, Memslots, Region, SlotFlags, VcpuCore, Vm, VmConfig,
 };
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// The slot with the program, at guest address 0, and the slot that is measured.
@@ -20,8 +20,6 @@ const PROGRAM: u16 = 0;
 const MEASURED: u16 = 1;
 /// The guest address of the measured slot.
 const AT: Gpa = Gpa(1 << 30);
-/// The time limit for vCPUs that wait for each other.
-const LIMIT: Duration = Duration::from_secs(20);
 
 /// Samples of each phase, in milliseconds.
 #[derive(Debug, Default)]
@@ -38,9 +36,8 @@ impl Times {
 }
 
 /// Host memory for the program's page and all vCPUs, which the kernel has allocated.
-pub(super) fn host(config: &Config) -> Result<Arc<HostRam>, BenchError> {
-    let pages = u64::from(config.vcpus) * config.pages;
-    let host = HostRam::new((1 + pages) * PAGE_SIZE)?;
+pub(super) fn host(flags: &DirtyLogFlags) -> Result<Arc<HostRam>, BenchError> {
+    let host = HostRam::new(PAGE_SIZE + u64::from(flags.vcpus) * flags.memory)?;
     host.placing().write_at(RamPage(0), 0, &program());
     Ok(host)
 }
@@ -65,23 +62,27 @@ pub(super) struct LoggedVm<M: Memslots> {
     vm: Vm<M>,
     vcpus: Vec<VcpuCore<M>>,
     host: Arc<HostRam>,
-    config: Config,
+    /// The pages of each vCPU.
+    each: u64,
 }
 
 impl<M: Memslots> LoggedVm<M> {
-    pub(super) fn new(host: &Arc<HostRam>, config: Config) -> Result<Self, BenchError> {
+    pub(super) fn new(host: &Arc<HostRam>, flags: &DirtyLogFlags) -> Result<Self, BenchError> {
         let vm = Vm::<M>::with_memslots(VmConfig {
-            dirty_by: config.dirty_by,
+            dirty_by: match flags.dirty_bits {
+                true => DirtyBy::Bits,
+                false => DirtyBy::WriteProtection,
+            },
             dirty_protect: DirtyProtect::ByClear,
             ..VmConfig::default()
         });
         let logged_vm = Self {
-            vcpus: (0..config.vcpus)
+            vcpus: (0..flags.vcpus)
                 .map(|id| vm.create_vcpu(id))
                 .collect::<Result<_, _>>()?,
             host: Arc::clone(host),
             vm,
-            config,
+            each: flags.memory / PAGE_SIZE,
         };
         logged_vm.set(PROGRAM, Gpa(0), 0..1, SlotFlags::EMPTY)?;
         logged_vm.set_log(SlotFlags::EMPTY)?;
@@ -89,7 +90,7 @@ impl<M: Memslots> LoggedVm<M> {
     }
 
     fn pages(&self) -> u64 {
-        u64::from(self.config.vcpus) * self.config.pages
+        self.vcpus.len() as u64 * self.each
     }
 
     fn set(
@@ -122,7 +123,7 @@ impl<M: Memslots> LoggedVm<M> {
         times.add(Phase::Enable, enable);
         let words = self.pages().div_ceil(64) as usize;
         let mut log = vec![0_u64; words];
-        for iteration in 1..=self.config.iterations {
+        for iteration in 1..=ITERATIONS {
             times.add(Phase::Dirty, self.write(pattern, iteration)?);
             let get = timed(|| Ok(self.vm.get_dirty_log(MEASURED, &mut log)?))?;
             times.add(Phase::Get, get);
@@ -144,10 +145,11 @@ impl<M: Memslots> LoggedVm<M> {
     /// Runs all vCPUs over their pages. Returns the time from the first vCPU's start to the last
     /// vCPU's end.
     fn write(&mut self, pattern: Pattern, value: u32) -> Result<Duration, BenchError> {
-        let (pages, all) = (self.config.pages, self.pages());
-        let ready = AtomicU32::new(0);
-        let count = self.config.vcpus;
+        let (pages, all) = (self.each, self.pages());
+        let start = Meeting::new(self.vcpus.len());
         let runs = std::thread::scope(|scope| {
+            // A thread that cannot start must not keep the others waiting.
+            let _leaving = start.leaving();
             let threads: Vec<_> = (0..)
                 .zip(&mut self.vcpus)
                 .map(|(index, vcpu)| {
@@ -155,9 +157,9 @@ impl<M: Memslots> LoggedVm<M> {
                         Pattern::Partitioned => index * pages..(index + 1) * pages,
                         Pattern::Overlapping => 0..all,
                     };
-                    let ready = &ready;
+                    let start = &start;
                     scope.spawn(move || {
-                        meet(ready, count)?;
+                        start.meet(1);
                         let began = Instant::now();
                         write_pages(vcpu, part, value)?;
                         Ok((began, Instant::now()))
@@ -175,22 +177,6 @@ impl<M: Memslots> LoggedVm<M> {
         let ended = runs.iter().map(|run| run.1).max();
         Ok(began.zip(ended).map_or(Duration::ZERO, |(b, e)| e - b))
     }
-}
-
-/// Waits until all threads have arrived. It spins, because a wake-up would take longer than many of
-/// the measured phases.
-fn meet(ready: &AtomicU32, count: u32) -> Result<(), BenchError> {
-    ready.fetch_add(1, Ordering::AcqRel);
-    let deadline = Instant::now() + LIMIT;
-    while ready.load(Ordering::Acquire) < count {
-        if Instant::now() > deadline {
-            return Err(BenchError::Busy(
-                "a vCPU's thread did not start in time".into(),
-            ));
-        }
-        std::thread::yield_now();
-    }
-    Ok(())
 }
 
 fn write_pages<M: Memslots>(

@@ -16,42 +16,31 @@
 
 mod logged_vm;
 
-pub(crate) use pageferry_hypervisor::DirtyBy;
-
-use crate::BenchError;
-use crate::note;
+use crate::args::Common;
 use crate::row::{Bound, Conditions, Row};
-use crate::serialised::Serialised;
+use crate::watched::Serialised;
+use crate::{BenchError, note};
 use logged_vm::{LoggedVm, Times};
-use pageferry_addr::PAGE_SIZE;
+use pageferry_harness::size;
 use pageferry_hypervisor::Scalable;
 
-/// The settings of the benchmark.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Config {
-    /// The number of vCPUs. Each has a thread.
-    pub(crate) vcpus: u32,
-    /// The number of 4 KiB pages for each vCPU.
-    pub(crate) pages: u64,
-    /// The repetitions of *dirty*, *get* and *clear* in each round.
-    pub(crate) iterations: u32,
-    /// The number of rounds with each MMU.
-    pub(crate) rounds: u32,
-    /// The way the log learns of writes.
-    pub(crate) dirty_by: DirtyBy,
-}
+/// The repetitions of *dirty*, *get* and *clear* in each round.
+const ITERATIONS: u32 = 2;
 
-impl Default for Config {
-    /// Two vCPUs with 128 MiB each, 11 rounds.
-    fn default() -> Self {
-        Self {
-            vcpus: 2,
-            pages: 32_768,
-            iterations: 2,
-            rounds: 11,
-            dirty_by: DirtyBy::WriteProtection,
-        }
-    }
+/// `pageferry-bench dirty-log`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct DirtyLogFlags {
+    /// Virtual CPUs, with a thread for each
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    vcpus: u32,
+    /// Guest memory for each: a whole number and K, M or G (powers of 1024)
+    #[arg(long, default_value = "128M", value_name = "SIZE", value_parser = size::parse)]
+    memory: u64,
+    /// Find dirty pages by the dirty bits of the tables instead of by write protection
+    #[arg(long)]
+    dirty_bits: bool,
+    #[command(flatten)]
+    pub(crate) common: Common,
 }
 
 /// The pages that each vCPU writes.
@@ -102,27 +91,23 @@ impl Phase {
 /// # Errors
 /// If the host refuses memory or a thread, or a log does not name exactly the pages that were
 /// written.
-pub(crate) fn run(config: Config) -> Result<Vec<Row>, BenchError> {
-    let host = logged_vm::host(&config)?;
+pub(crate) fn dirty_log(flags: &DirtyLogFlags) -> Result<Vec<Row>, BenchError> {
+    let (host, rounds) = (logged_vm::host(flags)?, flags.common.rounds(11, 1));
     let mut rows = Vec::new();
     for pattern in Pattern::ALL {
         let (mut serialised, mut parallel) = (Times::default(), Times::default());
-        for round in 0..config.rounds {
-            note(&format!(
-                "{pattern:?}, round {} of {}",
-                round + 1,
-                config.rounds
-            ));
+        for round in 1..=rounds {
+            note(&format!("{pattern:?}, round {round} of {rounds}"));
             // The MMUs take turns, and each goes first in every other round.
             for turn in [round, round + 1] {
                 if turn % 2 == 0 {
-                    LoggedVm::<Serialised>::new(&host, config)?.run(pattern, &mut serialised)?;
+                    LoggedVm::<Serialised>::new(&host, flags)?.run(pattern, &mut serialised)?;
                 } else {
-                    LoggedVm::<Scalable>::new(&host, config)?.run(pattern, &mut parallel)?;
+                    LoggedVm::<Scalable>::new(&host, flags)?.run(pattern, &mut parallel)?;
                 }
             }
         }
-        rows.extend(rows_of(config, pattern, &serialised, &parallel));
+        rows.extend(rows_of(flags, pattern, &serialised, &parallel));
     }
     Ok(rows)
 }
@@ -133,18 +118,23 @@ const NOISE: f64 = 0.95;
 
 /// Two rows for each phase: with one lock around every fault, and without it. Populating own parts
 /// must be 1.7 times as fast, with two vCPUs on two cores. Nothing may be slower.
-fn rows_of(config: Config, pattern: Pattern, serialised: &Times, parallel: &Times) -> Vec<Row> {
-    let bytes = u64::from(config.vcpus) * config.pages * PAGE_SIZE;
-    let by = match config.dirty_by {
-        DirtyBy::WriteProtection => "write protection",
-        DirtyBy::Bits => "dirty bits",
+fn rows_of(
+    flags: &DirtyLogFlags,
+    pattern: Pattern,
+    serialised: &Times,
+    parallel: &Times,
+) -> Vec<Row> {
+    let bytes = u64::from(flags.vcpus) * flags.memory;
+    let by = match flags.dirty_bits {
+        true => "dirty bits",
+        false => "write protection",
     };
     let note = format!("soft engine, 4 KiB pages, host memory touched before; log by {by}");
     let rows = Phase::ALL.into_iter().flat_map(|phase| {
         let case = format!("dirty_log.{}", format!("{phase:?}").to_lowercase());
         let row = |scheme, times: &Times| {
             let subject = format!("{scheme}, {}", format!("{pattern:?}").to_lowercase());
-            let how = Conditions::here(config.vcpus, bytes, note.clone());
+            let how = Conditions::here(flags.vcpus, bytes, note.clone());
             times.of(phase).row(case.clone(), subject, "ms", how)
         };
         let least = match (pattern, phase) {
@@ -166,15 +156,17 @@ mod tests {
 
     #[test]
     fn every_phase_is_timed_and_every_log_is_right_with_both_mmus() {
-        for dirty_by in [DirtyBy::WriteProtection, DirtyBy::Bits] {
-            let config = Config {
+        for dirty_bits in [false, true] {
+            let flags = DirtyLogFlags {
                 vcpus: 3,
-                pages: 200,
-                iterations: 2,
-                rounds: 2,
-                dirty_by,
+                memory: 200 * 4096,
+                dirty_bits,
+                common: Common {
+                    repeat: Some(2),
+                    ..Common::default()
+                },
             };
-            let rows = run(config).unwrap();
+            let rows = dirty_log(&flags).unwrap();
             assert_eq!(rows.len(), 24);
             assert!(rows.iter().all(|row| row.value > 0.0));
             assert_eq!(rows.iter().filter(|row| row.met.is_some()).count(), 12);

@@ -1,7 +1,7 @@
 //! The loop of Linux's first process, in a bare guest: the same instructions without an operating
 //! system and without page tables.
 
-use super::Conditions;
+use super::go_on;
 use crate::BenchError;
 use crate::vm::Vm;
 use dynasmrt::riscv::RiscvRelocation;
@@ -35,44 +35,42 @@ pub(super) struct BareLoop {
     pub(super) result: u64,
 }
 
-impl Conditions<'_> {
-    /// Runs the loop on one vCPU of the soft engine.
-    pub(super) fn measure_bare(&self, rounds: u64) -> Result<BareLoop, BenchError> {
-        let vm = Vm::create(Engine::Soft, MachineSpec::new(1, MEMORY), None)?;
-        let ram = vm.machine.ram();
-        let start = ram.layout().regions()[0].gfn.gpa().0;
-        ram.try_write(Gpa(start + CODE), &code(start, rounds))?;
-        let state = StartState {
-            entry: start + CODE,
-            stack: 0,
-            args: [0; 2],
-            tables: Gpa(0),
-            mode: StartMode::User,
-        };
-        vm.threads.with_vcpus(|vcpu| vcpu.set_start(&state))?;
-        vm.threads.resume();
-        let deadline = Instant::now() + super::LIMIT;
-        while vm.reset().is_none() {
-            if let Some(why) = vm.threads.failures().first() {
-                return Err(BenchError::Stopped(why.to_string()));
-            }
-            self.go_on(deadline, "the loop in a bare guest")?;
-            std::thread::sleep(Duration::from_millis(2));
+/// Runs the loop on one vCPU of the soft engine.
+pub(super) fn measure_bare(rounds: u64) -> Result<BareLoop, BenchError> {
+    let vm = Vm::create(Engine::Soft, MachineSpec::new(1, MEMORY), None)?;
+    let ram = vm.machine.ram();
+    let start = ram.layout().regions()[0].gfn.gpa().0;
+    ram.try_write(Gpa(start + CODE), &code(start, rounds))?;
+    let state = StartState {
+        entry: start + CODE,
+        stack: 0,
+        args: [0; 2],
+        tables: Gpa(0),
+        mode: StartMode::User,
+    };
+    vm.threads.with_vcpus(|vcpu| vcpu.set_start(&state))?;
+    vm.threads.resume();
+    let deadline = Instant::now() + super::LIMIT;
+    while vm.reset().is_none() {
+        if let Some(why) = vm.threads.failures().first() {
+            return Err(BenchError::Stopped(why.to_string()));
         }
-        let word = |at: u64| -> Result<u64, BenchError> {
-            let mut bytes = [0; 8];
-            ram.try_read(Gpa(start + at), &mut bytes)?;
-            Ok(u64::from_le_bytes(bytes))
-        };
-        let mut result = word(RESULTS + 8)?;
-        for at in (TABLE..).step_by(8).take(WORDS) {
-            result = result.wrapping_add(word(at)?);
-        }
-        Ok(BareLoop {
-            ns: word(RESULTS)? * (1_000_000_000 / TIMEBASE_HZ),
-            result,
-        })
+        go_on(deadline, "the loop in a bare guest")?;
+        std::thread::sleep(Duration::from_millis(2));
     }
+    let word = |at: u64| -> Result<u64, BenchError> {
+        let mut bytes = [0; 8];
+        ram.try_read(Gpa(start + at), &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    };
+    let mut result = word(RESULTS + 8)?;
+    for at in (TABLE..).step_by(8).take(WORDS) {
+        result = result.wrapping_add(word(at)?);
+    }
+    Ok(BareLoop {
+        ns: word(RESULTS)? * (1_000_000_000 / TIMEBASE_HZ),
+        result,
+    })
 }
 
 fn code(ram: u64, rounds: u64) -> Vec<u8> {
@@ -115,7 +113,6 @@ fn code(ram: u64, rounds: u64) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::conditions;
     use super::*;
 
     /// What the loop of `init.c` returns.
@@ -133,10 +130,8 @@ mod tests {
 
     #[test]
     fn the_bare_loop_computes_what_the_first_process_does() {
-        conditions(|conditions| {
-            let bare = conditions.measure_bare(1000).expect("soft runs everywhere");
-            assert_eq!(bare.result, expected(1000));
-            assert!(bare.ns > 0);
-        });
+        let bare = measure_bare(1000).expect("soft runs everywhere");
+        assert_eq!(bare.result, expected(1000));
+        assert!(bare.ns > 0);
     }
 }

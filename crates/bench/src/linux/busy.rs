@@ -1,8 +1,8 @@
 //! Whether Linux keeps its speed: mixed work for minutes.
 
 use super::lines::{Line, Splitter, parse};
-use super::{Conditions, MEMORY, soft};
-use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples, note};
+use super::{Guest, MEMORY, go_on, soft};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note};
 use rustix::time::{ClockId, clock_gettime};
 use std::time::{Duration, Instant};
 
@@ -19,11 +19,11 @@ fn processor_s() -> f64 {
     now.tv_sec as f64 + now.tv_nsec as f64 / 1e9
 }
 
-impl Conditions<'_> {
+impl Guest {
     /// Runs mixed work for `minutes`, which are at least 2. Returns a row of the first minute and
     /// one of the last.
     pub(super) fn busy_rows(&self, minutes: u32) -> Result<Vec<Row>, BenchError> {
-        let (vm, console) = soft::start(&self.guest.linux(BUSY), 1, MEMORY)?;
+        let (vm, console) = soft::start(&self.linux(BUSY), 1, MEMORY)?;
         let mut splitter = Splitter::default();
         let mut rounds_until = |until: Instant| -> Result<u64, BenchError> {
             let deadline = until + super::LIMIT;
@@ -42,7 +42,7 @@ impl Conditions<'_> {
                     }
                 }
                 soft::check(&vm)?;
-                self.go_on(deadline, "a round of Linux's work")?;
+                go_on(deadline, "a round of Linux's work")?;
             }
         };
         // The first round has warmed up.
@@ -62,7 +62,7 @@ impl Conditions<'_> {
         let note = "rounds of mixed work (forks, execs, pipes, new pages, arithmetic) by this \
                     process's processor time";
         let row = |minute: usize, samples: &Samples| {
-            let how = HowMeasured::here(1, MEMORY, note);
+            let how = Conditions::here(1, MEMORY, note);
             let subject = format!("soft, 1 vCPU, minute {minute}");
             samples.row("linux.busy", subject, "rounds/s", how)
         };

@@ -1,15 +1,15 @@
 //! Linux on KVM: its moves beside those of the test guest and of QEMU, and reads of its disk.
 //!
 //! **Mechanism.** Each end of a move is a process, started by the command that an operator uses.
-//! All guests have as much memory and as many vCPUs. Linux has a disk, and on request a network. On
-//! QEMU it has neither: the guest's kernel has no driver for devices on a PCI bus. Each move sends
+//! All guests have as much memory and as many vCPUs. Linux has a disk. On QEMU it has none: the
+//! guest's kernel has no driver for devices on a PCI bus. Each move sends
 //! all pages once and then switches to post-copy, over a unix socket.
 
 use super::lines::{Line, Splitter, parse};
 use super::moved::{LINES, WARM_UP};
-use super::{Guest, LinuxSetting};
+use super::{Guest, LinuxFlags, go_on};
 use crate::error::{os, scratch};
-use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note};
 use pageferry_machine::kvm;
 use pageferry_testkit::qemu::{KernelMachine, KernelSpec, Qemu};
 use serde_json::Value;
@@ -31,15 +31,6 @@ const BLOCK: usize = 4096;
 /// The time in which blocks are read.
 const READS: Duration = Duration::from_secs(5);
 
-/// The settings of Linux on KVM, beside those of every run.
-#[derive(Clone, Debug)]
-pub(crate) struct KvmSetting {
-    /// The memory of the guests that move, in bytes.
-    pub(crate) memory_bytes: u64,
-    /// The taps of Linux's network, at each end.
-    pub(crate) taps: Option<[String; 2]>,
-}
-
 /// The times of the moves of one guest.
 #[derive(Default)]
 struct Times {
@@ -59,29 +50,31 @@ impl Times {
     }
 }
 
-/// Runs `bench linux` on KVM and returns its rows. It ends early when the user asks.
-///
-/// # Errors
-/// [`BenchError`].
-pub(crate) fn linux_on_kvm(
-    setting: &LinuxSetting,
-    kvm: &KvmSetting,
+/// Runs `bench linux` on KVM and returns its rows.
+pub(super) fn linux_on_kvm(
+    flags: &LinuxFlags,
+    guest: &Guest,
+    qemu: Option<&Qemu>,
+    count: u32,
 ) -> Result<Vec<Row>, BenchError> {
+    if flags.minutes.is_some() {
+        let why = "--minutes is for --engine soft: leave it out";
+        return Err(BenchError::Setting(why.into()));
+    }
     kvm::probe_kernels()?;
-    // Its error names the file.
-    drop(Guest::read(&setting.kernel, &setting.initrd)?);
-    let qemu = setting.qemu.as_deref().map(Qemu::find).transpose();
-    let qemu = qemu.map_err(BenchError::Setting)?;
-    let bench = Bench { setting, kvm };
+    let bench = Bench {
+        guest,
+        memory_bytes: flags.memory,
+    };
     let [mut test_guest, mut linux, mut theirs] = [(); 3].map(|()| Times::default());
     let [mut guest_reads, mut host_reads, mut exits] = [(); 3].map(|()| Samples::default());
-    for round in 1..=setting.rounds {
-        let doing = |what: &str| note(&format!("{what}, round {round} of {}", setting.rounds));
+    for round in 1..=count {
+        let doing = |what: &str| note(&format!("{what}, round {round} of {count}"));
         doing("moving the test guest");
-        test_guest.push(bench.move_ours(None)?);
+        test_guest.push(bench.move_ours(false)?);
         doing("moving Linux");
-        linux.push(bench.move_ours(Some(&bench.load(kvm.taps.is_some())))?);
-        if let Some(qemu) = &qemu {
+        linux.push(bench.move_ours(true)?);
+        if let Some(qemu) = qemu {
             doing("moving Linux on QEMU");
             theirs.push(bench.move_qemus(qemu)?);
         }
@@ -93,12 +86,8 @@ pub(crate) fn linux_on_kvm(
         exits.push(exit_us);
         host_reads.push(host_reads_of(&disk)?);
     }
-    let mut rows = bench.rows(
-        &test_guest,
-        &linux,
-        qemu.as_ref().map(|qemu| (qemu, &theirs)),
-    );
-    let how = |note| HowMeasured::here(VCPUS, kvm.memory_bytes, note);
+    let mut rows = bench.rows(&test_guest, &linux, qemu.map(|qemu| (qemu, &theirs)));
+    let how = |note| Conditions::here(VCPUS, flags.memory, note);
     let reads = "blocks of 4 KiB in no order, 32 at a time, past the guest's page cache";
     let thread = "the same blocks by one thread, one at a time";
     rows.push(host_reads.row("host.reads", "a host's thread", "reads/s", how(thread)));
@@ -117,84 +106,73 @@ pub(crate) fn linux_on_kvm(
 
 /// The conditions of all measurements of a run.
 struct Bench<'a> {
-    setting: &'a LinuxSetting,
-    kvm: &'a KvmSetting,
+    guest: &'a Guest,
+    memory_bytes: u64,
 }
 
 impl Bench<'_> {
-    /// The command line of Linux under load, which talks through its network if `net`.
-    fn load(&self, net: bool) -> String {
-        let mib = (self.kvm.memory_bytes / 2) >> 20;
-        let net = if net { " pf_net=7777" } else { "" };
-        format!("console=ttyS0 panic=-1 quiet pf=load pf_mib={mib}{net}")
+    /// The command line of Linux under load.
+    fn load(&self) -> String {
+        let mib = (self.memory_bytes / 2) >> 20;
+        format!("console=ttyS0 panic=-1 quiet pf=load pf_mib={mib}")
     }
 
-    /// Lets a guest run for a while before its move.
-    fn warm_up(&self) -> Result<(), BenchError> {
-        let warm = Instant::now() + WARM_UP;
-        self.wait_for("the warm-up", || Ok((Instant::now() > warm).then_some(())))
-    }
-
-    /// Moves a VM of ours: Linux with this command line, or the test guest. Returns what [`Times`]
-    /// has.
-    fn move_ours(&self, linux: Option<&str>) -> Result<[f64; 3], BenchError> {
+    /// Moves a VM of ours: Linux under load, or the test guest. Returns what [`Times`] has.
+    fn move_ours(&self, linux: bool) -> Result<[f64; 3], BenchError> {
         let scratch = scratch()?;
-        let disk = linux.map(|_| write_disk(&scratch)).transpose()?;
+        let disk = linux.then(|| write_disk(&scratch)).transpose()?;
         let (here, there) = (scratch.path().join("here"), scratch.path().join("there"));
         let consoles = ["console-here", "console-there"].map(|name| scratch.path().join(name));
         let devices = |command: &mut Command, side: usize| {
             if let Some(disk) = &disk {
                 command.arg("--disk").arg(disk);
                 command.arg("--console").arg(&consoles[side]);
-                if let Some(taps) = &self.kvm.taps {
-                    command.args(["--net", &taps[side]]);
-                }
             }
         };
-        let source = self.start(&scratch, "run", |command| {
+        let source = Process::start(&scratch, "run", |command| {
             command.args(["--engine", "kvm", "--vcpus", &VCPUS.to_string()]);
-            let memory = format!("{}M", self.kvm.memory_bytes >> 20);
+            let memory = format!("{}M", self.memory_bytes >> 20);
             command.args(["--memory", &memory]).arg("--control");
             command.arg(&here);
-            if let Some(line) = linux {
-                self.boots(command, line);
+            if linux {
+                self.boots(command, &self.load());
             }
             devices(command, 0);
         });
         let mut source = source?;
-        self.wait_for("the VM", || {
+        wait_for("the VM", || {
             source.check()?;
             Ok(here.exists().then_some(()))
         })?;
-        if linux.is_some() {
-            self.listen_to(&consoles[0], 2 * LINES, &mut || source.check())?;
+        if linux {
+            listen_to(&consoles[0], 2 * LINES, &mut || source.check())?;
         }
-        self.warm_up()?;
+        warm_up()?;
         let at = format!("unix:{}", scratch.path().join("in").display());
-        let destination = self.start(&scratch, "receive", |command| {
+        let destination = Process::start(&scratch, "receive", |command| {
             command.args(["--listen", &at, "--json", "--control"]);
             command.arg(&there);
             devices(command, 1);
         });
         let mut destination = destination?;
-        self.wait_for("the destination", || {
+        wait_for("the destination", || {
             destination.check()?;
             Ok(scratch.path().join("in").exists().then_some(()))
         })?;
-        let migrate = self.start(&scratch, "migrate", |command| {
+        let migrate = Process::start(&scratch, "migrate", |command| {
             command.args(["--to", &at, "--precopy-passes", "1", "--json", "--vm"]);
             command.arg(&here);
         })?;
-        let sent = self.end(migrate)?;
-        if linux.is_some() {
-            self.listen_to(&consoles[1], LINES, &mut || destination.check())?;
+        let sent = end(migrate)?;
+        if linux {
+            listen_to(&consoles[1], LINES, &mut || destination.check())?;
         }
-        let quit = self.start(&scratch, "quit", |command| {
+        let quit = Process::start(&scratch, "quit", |command| {
             command.arg("--vm").arg(&there);
         })?;
-        self.end(quit)?;
-        let arrived = self.end(destination)?;
-        self.end(source)?;
+        end(quit)?;
+        let arrived = end(destination)?;
+        end(source)?;
         let figure = |value: &Value, what: &str| {
             let missing = || BenchError::Peer(format!("its report lacks {what}"));
             value.as_f64().ok_or_else(missing)
@@ -209,19 +187,19 @@ impl Bench<'_> {
     /// As [`Self::move_ours`], of Linux on QEMU.
     fn move_qemus(&self, qemu: &Qemu) -> Result<[f64; 3], BenchError> {
         let spec = KernelSpec {
-            kernel: &self.setting.kernel,
-            initrd: &self.setting.initrd,
-            command_line: &self.load(false),
+            kernel: &self.guest.files.kernel,
+            initrd: &self.guest.files.initrd,
+            command_line: &self.load(),
             vcpus: VCPUS,
-            memory_bytes: self.kvm.memory_bytes,
+            memory_bytes: self.memory_bytes,
         };
         let mut machine = KernelMachine::boot(qemu, &spec)?;
-        self.listen_to(&machine.console(), 2 * LINES, &mut || Ok(machine.check()?))?;
-        self.warm_up()?;
+        listen_to(&machine.console(), 2 * LINES, &mut || Ok(machine.check()?))?;
+        warm_up()?;
         let late = Instant::now() + LIMIT;
-        let go_on = || self.go_on(late, "a move of QEMU");
+        let go_on = || go_on(late, "a move of QEMU");
         let (mut there, took) = machine.moved(qemu, &spec, &go_on)?;
-        self.listen_to(&there.console(), LINES, &mut || Ok(there.check()?))?;
+        listen_to(&there.console(), LINES, &mut || Ok(there.check()?))?;
         let stalls: Samples = took
             .traced
             .stalls
@@ -236,13 +214,13 @@ impl Bench<'_> {
         let console = scratch.path().join("console");
         let seconds = READS.as_secs();
         let line = format!("console=ttyS0 panic=-1 quiet pf=reads pf_seconds={seconds}");
-        let run = self.start(scratch, "run", |command| {
+        let run = Process::start(scratch, "run", |command| {
             command.args(["--engine", "kvm", "--vcpus", &VCPUS.to_string()]);
             command.args(["--memory", "128M", "--disk"]).arg(disk);
             command.arg("--console").arg(&console);
             self.boots(command, &line);
         })?;
-        self.end(run)?;
+        end(run)?;
         let (mut reads, mut exit_us) = (None, None);
         for line in Splitter::default().take(&text_of(&console)) {
             match parse(&line)? {
@@ -261,102 +239,16 @@ impl Bench<'_> {
     }
 
     fn boots(&self, command: &mut Command, line: &str) {
-        command.arg("--kernel").arg(&self.setting.kernel);
-        command.arg("--initrd").arg(&self.setting.initrd);
+        command.arg("--kernel").arg(&self.guest.files.kernel);
+        command.arg("--initrd").arg(&self.guest.files.initrd);
         command.args(["--cmdline", line]);
     }
 
-    /// Starts a command of `pageferry`, which is beside this program.
-    fn start(
-        &self,
-        scratch: &TempDir,
-        name: &'static str,
-        more: impl FnOnce(&mut Command),
-    ) -> Result<Process, BenchError> {
-        let program = crate::peer::executable()?.with_file_name("pageferry");
-        if !program.is_file() {
-            let build = "`cargo build --release -p pageferry` builds it";
-            return Err(BenchError::Setting(format!(
-                "there is no {}: {build}",
-                program.display()
-            )));
-        }
-        let mut command = Command::new(program);
-        command.arg(name);
-        more(&mut command);
-        Process::start(command, name, scratch)
-    }
-
-    /// Waits for the end of a process that must succeed. Returns what it has written.
-    fn end(&self, mut process: Process) -> Result<Vec<u8>, BenchError> {
-        self.wait_for(process.name, || process.ended())?;
-        Ok(text_of(&process.output))
-    }
-
-    /// Waits for so many lines of the first process.
-    fn listen_to(
-        &self,
-        console: &Path,
-        lines: u32,
-        check: &mut dyn FnMut() -> Result<(), BenchError>,
-    ) -> Result<(), BenchError> {
-        self.wait_for("a line of Linux", || {
-            let mut seen = 0;
-            for line in Splitter::default().take(&text_of(console)) {
-                // The beginning of the first line may be at the other end.
-                match parse(&line) {
-                    Ok(Some(Line::Done)) => {
-                        return Err(BenchError::Stopped("its load ended".into()));
-                    }
-                    Ok(Some(_)) => seen += 1,
-                    Ok(None) => {}
-                    Err(why) => return Err(why),
-                }
-            }
-            if seen >= lines {
-                return Ok(Some(()));
-            }
-            check()?;
-            Ok(None)
-        })
-    }
-
-    fn wait_for<T>(
-        &self,
-        what: &str,
-        mut ready: impl FnMut() -> Result<Option<T>, BenchError>,
-    ) -> Result<T, BenchError> {
-        let late = Instant::now() + LIMIT;
-        loop {
-            if let Some(value) = ready()? {
-                return Ok(value);
-            }
-            self.go_on(late, what)?;
-            std::thread::sleep(POLL);
-        }
-    }
-
-    fn go_on(&self, late: Instant, what: &str) -> Result<(), BenchError> {
-        match Instant::now() > late {
-            _ if crate::is_cancelled() => Err(BenchError::Cancelled),
-            true => Err(BenchError::Busy(format!(
-                "{what} was not there within {} s",
-                LIMIT.as_secs()
-            ))),
-            false => Ok(()),
-        }
-    }
-
     fn rows(&self, test_guest: &Times, linux: &Times, qemu: Option<(&Qemu, &Times)>) -> Vec<Row> {
-        let how = |note: &str| HowMeasured::here(VCPUS, self.kvm.memory_bytes, note);
-        let mib = (self.kvm.memory_bytes / 2) >> 20;
-        let net = self
-            .kvm
-            .taps
-            .as_ref()
-            .map_or("a disk", |_| "a disk and a network");
+        let how = |note: &str| Conditions::here(VCPUS, self.memory_bytes, note);
+        let mib = (self.memory_bytes / 2) >> 20;
         let load =
-            format!("with {net}; it rewrites and checks {mib} MiB and files, beside a timer");
+            format!("with a disk; it rewrites and checks {mib} MiB and files, beside a timer");
         let page = "of a move: from the fault of a vCPU on a missing page until it may go on; the \
                     page comes over a unix socket";
         let mut rows = vec![
@@ -374,7 +266,7 @@ impl Bench<'_> {
         ];
         let name = qemu.map(|(qemu, _)| format!("QEMU {}", qemu.version));
         if let (Some((_, theirs)), Some(name)) = (qemu, &name) {
-            let note = "what QEMU calls the downtime; no disk and no network";
+            let note = "what QEMU calls the downtime; no disk";
             rows.push(
                 theirs
                     .blackouts
@@ -403,7 +295,49 @@ impl Bench<'_> {
     }
 }
 
-/// A command of this program that runs. Dropping it kills it.
+/// Waits for the end of a process that must succeed. Returns what it has written.
+fn end(mut process: Process) -> Result<Vec<u8>, BenchError> {
+    wait_for(process.name, || process.ended())?;
+    Ok(text_of(&process.output))
+}
+
+/// Waits for so many lines of the first process.
+fn listen_to(
+    console: &Path,
+    lines: u32,
+    check: &mut dyn FnMut() -> Result<(), BenchError>,
+) -> Result<(), BenchError> {
+    wait_for("a line of Linux", || {
+        // The beginning of the first line may be at the other end.
+        if Splitter::default().seen(&text_of(console))? >= lines {
+            return Ok(Some(()));
+        }
+        check()?;
+        Ok(None)
+    })
+}
+
+/// Lets a guest run for a while before its move.
+fn warm_up() -> Result<(), BenchError> {
+    let warm = Instant::now() + WARM_UP;
+    wait_for("the warm-up", || Ok((Instant::now() > warm).then_some(())))
+}
+
+fn wait_for<T>(
+    what: &str,
+    mut ready: impl FnMut() -> Result<Option<T>, BenchError>,
+) -> Result<T, BenchError> {
+    let late = Instant::now() + LIMIT;
+    loop {
+        if let Some(value) = ready()? {
+            return Ok(value);
+        }
+        go_on(late, what)?;
+        std::thread::sleep(POLL);
+    }
+}
+
+/// A command of `pageferry` that runs. Dropping it kills it.
 struct Process {
     child: Child,
     name: &'static str,
@@ -412,21 +346,30 @@ struct Process {
 }
 
 impl Process {
+    /// Starts a command of `pageferry`, which is beside this program.
     fn start(
-        mut command: Command,
-        name: &'static str,
         scratch: &TempDir,
+        name: &'static str,
+        more: impl FnOnce(&mut Command),
     ) -> Result<Self, BenchError> {
+        let program = crate::peer::executable()?.with_file_name("pageferry");
+        if !program.is_file() {
+            let build = "`cargo build --release -p pageferry` builds it";
+            let why = format!("there is no {}: {build}", program.display());
+            return Err(BenchError::Setting(why));
+        }
         let [output, errors] =
             ["out", "err"].map(|kind| scratch.path().join(format!("{name}-{kind}")));
         let os = os("cannot start another process");
-        let child = command
+        let mut command = Command::new(program);
+        command
+            .arg(name)
             .stdin(Stdio::null())
             .stdout(File::create(&output).map_err(os)?)
-            .stderr(File::create(&errors).map_err(os)?)
-            .spawn();
+            .stderr(File::create(&errors).map_err(os)?);
+        more(&mut command);
         Ok(Self {
-            child: child.map_err(os)?,
+            child: command.spawn().map_err(os)?,
             name,
             output,
             errors,
@@ -444,7 +387,7 @@ impl Process {
                 Err(BenchError::Peer(why))
             }
             Ok(None) => Ok(None),
-            Err(why) => Err(BenchError::Peer(why.to_string())),
+            Err(why) => Err(BenchError::peer(why)),
         }
     }
 

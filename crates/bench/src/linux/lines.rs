@@ -150,6 +150,22 @@ impl Splitter {
         }
         lines
     }
+
+    /// Takes more of the text of a load. Returns how many lines of the first process are whole now.
+    ///
+    /// # Errors
+    /// As [`parse`], and if the load has ended.
+    pub(super) fn seen(&mut self, text: &[u8]) -> Result<u32, BenchError> {
+        let mut seen = 0;
+        for line in self.take(text) {
+            match parse(&line)? {
+                Some(Line::Done) => return Err(BenchError::Stopped("its load ended".into())),
+                Some(_) => seen += 1,
+                None => {}
+            }
+        }
+        Ok(seen)
+    }
 }
 
 #[cfg(test)]

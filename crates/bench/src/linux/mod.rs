@@ -21,17 +21,19 @@ mod moved;
 mod qemu;
 mod soft;
 
-use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples, note};
-use bare::{BareLoop, INSTRUCTIONS, ROUNDS};
+use crate::args::{Common, PeerFlag};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note, stop_on_interrupt};
+use bare::{BareLoop, INSTRUCTIONS, ROUNDS, measure_bare};
+use clap::value_parser;
 use figures::Figures;
-pub(crate) use kvm::{KvmSetting, linux_on_kvm};
 use lines::Task;
 pub(crate) use moved::LinuxSource;
 use moved::Moves;
-use pageferry_machine::Linux;
-use pageferry_testkit::qemu::Qemu;
+use pageferry_harness::{guest_linux, size};
+use pageferry_machine::{Engine, Linux};
+use pageferry_testkit::qemu::{self as testkit_qemu, Qemu};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// The memory of guests that are timed, in bytes.
@@ -45,49 +47,65 @@ const MEASURE: &str = "console=hvc0 panic=-1 quiet pf=measure";
 /// The name of the figure of the bare loop.
 const BARE: &str = "bare.loop";
 
-/// The settings of a run.
-#[derive(Clone, Debug)]
-pub(crate) struct LinuxSetting {
-    /// The kernel's file: a riscv64 `Image`, or for KVM a `bzImage`.
-    pub(crate) kernel: PathBuf,
-    /// The file of its initial RAM disk, with the first process of `lab/guest-linux`.
-    pub(crate) initrd: PathBuf,
+/// `pageferry-bench linux`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct LinuxFlags {
+    /// The engine: on soft, Linux's speed and its moves; on kvm, its moves beside the test guest's,
+    /// and reads of its disk
+    #[arg(long, default_value = "soft", value_name = "kvm|soft")]
+    engine: Engine,
+    /// The kernel: an uncompressed riscv64 Image for RV64IMA, or for kvm a bzImage
+    #[arg(long, value_name = "FILE", requires = "initrd")]
+    kernel: Option<PathBuf>,
+    /// Its initrd, with the first process of lab/guest-linux
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    initrd: Option<PathBuf>,
+    /// Measure another hypervisor beside: the same kernel and initrd, emulated
+    #[arg(long, value_name = "qemu", value_enum)]
+    peer: Option<PeerFlag>,
+    /// The program of the peer [default: qemu-system-riscv64; for kvm qemu-system-x86_64]
+    #[arg(long, value_name = "FILE", requires = "peer")]
+    peer_program: Option<PathBuf>,
+    /// The memory of the guests that move on kvm
+    #[arg(long, default_value = "512M", value_name = "SIZE", value_parser = size::parse)]
+    memory: u64,
+    /// On soft: minutes of mixed work at the end, 2 or more: the last one's speed next to the first
+    /// one's
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(2..=1440))]
+    minutes: Option<u32>,
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+impl LinuxFlags {
     /// The QEMU to measure beside.
-    pub(crate) qemu: Option<PathBuf>,
-    /// The rounds, at least 1. Each gives one sample of each figure.
-    pub(crate) rounds: u32,
-    /// The minutes for which Linux works at the end, at least 2. `None`: it does not.
-    pub(crate) busy_minutes: Option<u32>,
+    fn qemu(&self) -> Option<PathBuf> {
+        let default = match self.engine {
+            Engine::Soft => testkit_qemu::PROGRAM,
+            Engine::Kvm => "qemu-system-x86_64",
+        };
+        let named = self.peer_program.clone();
+        self.peer.map(|_| named.unwrap_or_else(|| default.into()))
+    }
 }
 
-impl LinuxSetting {
-    /// QEMU's name in the search path, as Debian names it.
-    pub(crate) const QEMU: &str = pageferry_testkit::qemu::PROGRAM;
-    /// The name of the QEMU that runs guests on KVM.
-    pub(crate) const QEMU_ON_KVM: &str = "qemu-system-x86_64";
-    /// The rounds of a full run.
-    pub(crate) const ROUNDS: u32 = 7;
-}
-
-/// The guest's files.
+/// The guest's files, and their contents.
 struct Guest {
+    files: guest_linux::GuestLinux,
     kernel: Vec<u8>,
     initrd: Vec<u8>,
 }
 
 impl Guest {
-    fn read(kernel: &Path, initrd: &Path) -> Result<Self, BenchError> {
-        let read = |what, path: &Path| {
-            std::fs::read(path).map_err(|why| {
-                BenchError::Setting(format!(
-                    "the {what} {} cannot be read: {why}",
-                    path.display()
-                ))
-            })
+    fn read(files: guest_linux::GuestLinux) -> Result<Self, BenchError> {
+        let read = |what, path: &PathBuf| {
+            let wrong = |why| format!("the {what} {} cannot be read: {why}", path.display());
+            std::fs::read(path).map_err(|why| BenchError::Setting(wrong(why)))
         };
         Ok(Self {
-            kernel: read("kernel", kernel)?,
-            initrd: read("initrd", initrd)?,
+            kernel: read("kernel", &files.kernel)?,
+            initrd: read("initrd", &files.initrd)?,
+            files,
         })
     }
 
@@ -100,25 +118,14 @@ impl Guest {
     }
 }
 
-/// What all measurements of a run need.
-struct Conditions<'a> {
-    setting: &'a LinuxSetting,
-    guest: &'a Guest,
-}
-
-impl Conditions<'_> {
-    /// Checks that a wait may go on.
-    fn go_on(&self, deadline: Instant, what: &str) -> Result<(), BenchError> {
-        if crate::is_cancelled() {
-            return Err(BenchError::Cancelled);
-        }
-        if Instant::now() > deadline {
-            return Err(BenchError::Busy(format!(
-                "{what} was not done within {} s",
-                LIMIT.as_secs()
-            )));
-        }
-        Ok(())
+/// Checks that a wait for `what` may go on.
+fn go_on(deadline: Instant, what: &str) -> Result<(), BenchError> {
+    if crate::is_cancelled() {
+        return Err(BenchError::Cancelled);
+    }
+    match Instant::now() > deadline {
+        true => Err(BenchError::Busy(format!("{what} was not done in time"))),
+        false => Ok(()),
     }
 }
 
@@ -126,32 +133,32 @@ impl Conditions<'_> {
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn linux(setting: &LinuxSetting) -> Result<Vec<Row>, BenchError> {
-    let qemu = setting.qemu.as_deref().map(Qemu::find).transpose();
+pub(crate) fn linux(flags: &LinuxFlags) -> Result<Vec<Row>, BenchError> {
+    let (kernel, initrd) = (flags.kernel.as_deref(), flags.initrd.as_deref());
+    let files = guest_linux::find(flags.engine, kernel, initrd).map_err(BenchError::Setting)?;
+    let guest = Guest::read(files)?;
+    let qemu = flags.qemu().as_deref().map(Qemu::find).transpose();
     let qemu = qemu.map_err(BenchError::Setting)?;
-    let conditions = Conditions {
-        setting,
-        guest: &Guest::read(&setting.kernel, &setting.initrd)?,
-    };
+    stop_on_interrupt()?;
+    let count = flags.common.rounds(7, 1);
+    if flags.engine == Engine::Kvm {
+        return kvm::linux_on_kvm(flags, &guest, qemu.as_ref(), count);
+    }
     let mut rounds = Rounds::default();
-    for round in 1..=setting.rounds {
+    for round in 1..=count {
         for vcpus in VCPUS {
             note(&format!(
-                "Linux with {vcpus} vCPUs, round {round} of {}",
-                setting.rounds
+                "Linux with {vcpus} vCPUs, round {round} of {count}"
             ));
-            rounds.measure(&conditions, qemu.as_ref(), vcpus, round)?;
+            rounds.measure(&guest, qemu.as_ref(), vcpus, round)?;
         }
-        rounds.add_bare(&conditions.measure_bare(ROUNDS)?)?;
-        note(&format!(
-            "moving Linux, round {round} of {}",
-            setting.rounds
-        ));
-        rounds.moves.measure(&conditions)?;
+        rounds.add_bare(&measure_bare(ROUNDS)?)?;
+        note(&format!("moving Linux, round {round} of {count}"));
+        rounds.moves.measure(&guest)?;
     }
     let mut rows = rounds.rows(qemu.as_ref());
-    if let Some(minutes) = setting.busy_minutes {
-        rows.extend(conditions.busy_rows(minutes)?);
+    if let Some(minutes) = flags.minutes {
+        rows.extend(guest.busy_rows(minutes)?);
     }
     Ok(rows)
 }
@@ -201,7 +208,7 @@ impl Rounds {
     /// Measures one start on each hypervisor. They take turns in being first.
     fn measure(
         &mut self,
-        conditions: &Conditions<'_>,
+        guest: &Guest,
         qemu: Option<&Qemu>,
         vcpus: u32,
         round: u32,
@@ -209,8 +216,8 @@ impl Rounds {
         for first in [true, false] {
             let ours = first == (round % 2 == 1);
             let (columns, figures) = match qemu {
-                _ if ours => (&mut self.soft, conditions.measure_soft(vcpus)?),
-                Some(qemu) => (&mut self.qemu, conditions.measure_qemu(qemu, vcpus)?),
+                _ if ours => (&mut self.soft, guest.measure_soft(vcpus)?),
+                Some(qemu) => (&mut self.qemu, guest.measure_qemu(qemu, vcpus)?),
                 None => continue,
             };
             columns.entry(vcpus).or_default().add(&figures);
@@ -285,7 +292,7 @@ impl Rounds {
 
     /// The loop in a process of Linux, beside the same in a bare guest.
     fn loop_rows(&self) -> Vec<Row> {
-        let bare = HowMeasured::here(
+        let bare = Conditions::here(
             1,
             MEMORY,
             "no operating system, no page tables; guest clock",
@@ -294,7 +301,7 @@ impl Rounds {
         let mut rows = vec![self.bare.row(BARE, "soft, 1 vCPU", unit, bare)];
         rows.extend(self.soft.get(&1).map(|ours| {
             let note = "the loop in a process of Linux; guest clock";
-            let how = HowMeasured::here(1, MEMORY, note);
+            let how = Conditions::here(1, MEMORY, note);
             let row = ours.loop_rate.row("linux.loop", "soft, 1 vCPU", unit, how);
             row.against(BARE, self.bare.median())
                 .aiming_at(Bound::RatioAtLeast(0.95))
@@ -316,7 +323,7 @@ fn beside(
     let row = |column: &Column, name: &str| {
         let s = if vcpus == 1 { "" } else { "s" };
         let subject = format!("{name}, {vcpus} vCPU{s}");
-        let how = HowMeasured::here(vcpus, MEMORY, note);
+        let how = Conditions::here(vcpus, MEMORY, note);
         of(column).map(|samples| samples.row(case, subject, unit, how))
     };
     let theirs = theirs.and_then(|(column, qemu)| {
@@ -345,25 +352,6 @@ fn target(case: &str) -> Option<Bound> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Conditions of tests that start no Linux.
-    pub(super) fn conditions(test: impl FnOnce(&Conditions<'_>)) {
-        let setting = LinuxSetting {
-            kernel: PathBuf::new(),
-            initrd: PathBuf::new(),
-            qemu: None,
-            rounds: 1,
-            busy_minutes: None,
-        };
-        let guest = Guest {
-            kernel: Vec::new(),
-            initrd: Vec::new(),
-        };
-        test(&Conditions {
-            setting: &setting,
-            guest: &guest,
-        });
-    }
 
     fn figures(ms: u64) -> Figures {
         let ns = ms * 1_000_000;
@@ -426,14 +414,33 @@ mod tests {
 
     #[test]
     fn files_that_are_not_there_are_a_setting() {
-        conditions(|conditions| {
-            let setting = LinuxSetting {
-                kernel: "/nonexistent/Image".into(),
-                ..conditions.setting.clone()
-            };
-            let why = linux(&setting).expect_err("no kernel");
-            assert!(matches!(why, BenchError::Setting(_)), "{why}");
-            assert!(why.to_string().contains("/nonexistent/Image"), "{why}");
-        });
+        let files = guest_linux::GuestLinux {
+            kernel: "/nonexistent/Image".into(),
+            initrd: "/nonexistent/initrd".into(),
+        };
+        let why = Guest::read(files).err().expect("no kernel");
+        assert!(matches!(why, BenchError::Setting(_)), "{why}");
+        assert!(why.to_string().contains("/nonexistent/Image"), "{why}");
+    }
+
+    #[test]
+    fn a_peer_is_measured_only_if_it_is_named() {
+        use crate::args::{Cli, Command};
+        let peer = |more: &[&str]| {
+            let words = [&["pageferry-bench", "linux"], more].concat();
+            match clap::Parser::parse_from(words) {
+                Cli {
+                    command: Command::Linux(flags),
+                } => flags.qemu(),
+                other => panic!("another benchmark: {other:?}"),
+            }
+        };
+        assert_eq!(peer(&[]), None);
+        let named = ["--peer", "qemu"];
+        assert_eq!(peer(&named), Some("qemu-system-riscv64".into()));
+        let kvm = [&named[..], &["--engine", "kvm"]].concat();
+        assert_eq!(peer(&kvm), Some("qemu-system-x86_64".into()));
+        let program = [&named[..], &["--peer-program", "q"]].concat();
+        assert_eq!(peer(&program), Some("q".into()));
     }
 }

@@ -1,17 +1,18 @@
 //! The blackout of Linux under load, and its waits for missing pages, beside those of the test
 //! guest with as much memory.
 
-use super::lines::{Line, Splitter, parse};
-use super::{Conditions, Guest, LIMIT, soft};
+use super::lines::Splitter;
+use super::{Guest, LIMIT, go_on, soft};
 use crate::blackout::{self, MEMORY, VCPUS};
 use crate::mover::{SourceFigures, receive_by, send_vm};
 use crate::peer::{LOOPBACK, Part, Peer, listen};
 use crate::vm::Vm;
-use crate::{BenchError, Bound, Conditions as HowMeasured, Row, Samples};
+use crate::{BenchError, Bound, Conditions, Row, Samples};
+use pageferry_harness::guest_linux::GuestLinux;
 use pageferry_machine::{Backing, Console, Engine};
 use pageferry_migration::{DestinationConfig, SourceConfig};
 use serde::{Deserialize, Serialize};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 const LOAD: &str = "console=hvc0 panic=-1 quiet pf=load pf_mib=256";
@@ -54,28 +55,25 @@ struct Moved {
 
 impl Moves {
     /// Moves each guest once.
-    pub(super) fn measure(&mut self, conditions: &Conditions<'_>) -> Result<(), BenchError> {
-        let moved = conditions.move_here(&blackout::source(Engine::Soft, MEMORY))?;
+    pub(super) fn measure(&mut self, guest: &Guest) -> Result<(), BenchError> {
+        let moved = move_here(&blackout::source(Engine::Soft, MEMORY))?;
         self.test_guest.push(&moved);
         drop(moved);
-        let setting = conditions.setting;
-        let moved = conditions.move_here(&LinuxSource {
-            kernel: setting.kernel.clone(),
-            initrd: setting.initrd.clone(),
+        let moved = move_here(&LinuxSource {
+            kernel: guest.files.kernel.clone(),
+            initrd: guest.files.initrd.clone(),
         })?;
         let vm = &moved.vm;
         let console = vm.machine.console();
         let console = console.ok_or_else(|| BenchError::Stopped("Linux has no console".into()))?;
         let deadline = Instant::now() + LIMIT;
-        listen_to(vm, console, LINES, &|| {
-            conditions.go_on(deadline, "Linux after its move")
-        })?;
+        listen_to(vm, console, LINES, deadline)?;
         self.linux.push(&moved);
         Ok(())
     }
 
     pub(super) fn rows(&self) -> Vec<Row> {
-        let how = |note| HowMeasured::here(VCPUS, MEMORY, note);
+        let how = |note| Conditions::here(VCPUS, MEMORY, note);
         let note = "as bench blackout: the test guest, all vCPUs rewrite memory all the time";
         let load = "as blackout; Linux rewrites and checks 256 MiB and files, beside a timer";
         let page = "the median of a move: from the fault of a vCPU on a missing page until it may go \
@@ -98,30 +96,28 @@ impl Moves {
     }
 }
 
-impl Conditions<'_> {
-    /// Moves the VM of `source` from another process to this one.
-    fn move_here(&self, source: &impl Part) -> Result<Moved, BenchError> {
-        let mut peer = Peer::start(source)?;
-        let deadline = Instant::now() + LIMIT;
-        let stop = || crate::is_cancelled() || Instant::now() > deadline;
-        let config = DestinationConfig::default();
-        let moved = receive_by(&mut peer, listen(LOOPBACK)?, Backing::Shmem, config, &stop);
-        if moved.is_err() {
-            // An interrupt ends the other process too.
-            self.go_on(deadline, "a move of a VM")?;
-        }
-        let (report, vm) = moved?;
-        let sent = peer.figures::<SourceFigures>()?;
-        let first = report
-            .first_instruction
-            .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;
-        let blackout = first.saturating_sub(sent.last_stop);
-        Ok(Moved {
-            vm,
-            blackout_ms: blackout.as_secs_f64() * 1e3,
-            page_us: report.stalls.value_at_quantile(0.5) as f64 / 1e3,
-        })
+/// Moves the VM of `source` from another process to this one.
+fn move_here(source: &impl Part) -> Result<Moved, BenchError> {
+    let mut peer = Peer::start(source)?;
+    let deadline = Instant::now() + LIMIT;
+    let stop = || crate::is_cancelled() || Instant::now() > deadline;
+    let config = DestinationConfig::default();
+    let moved = receive_by(&mut peer, listen(LOOPBACK)?, Backing::Shmem, config, &stop);
+    if moved.is_err() {
+        // An interrupt ends the other process too.
+        go_on(deadline, "a move of a VM")?;
     }
+    let (report, vm) = moved?;
+    let sent = peer.figures::<SourceFigures>()?;
+    let first = report
+        .first_instruction
+        .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;
+    let blackout = first.saturating_sub(sent.last_stop);
+    Ok(Moved {
+        vm,
+        blackout_ms: blackout.as_secs_f64() * 1e3,
+        page_us: report.stalls.value_at_quantile(0.5) as f64 / 1e3,
+    })
 }
 
 /// Runs Linux under load, and moves it.
@@ -135,48 +131,28 @@ impl Part for LinuxSource {
     const NAME: &'static str = "linux";
 
     fn play(&self) -> Result<(), BenchError> {
-        let vm = source(&self.kernel, &self.initrd)?;
+        let guest = Guest::read(GuestLinux {
+            kernel: self.kernel.clone(),
+            initrd: self.initrd.clone(),
+        })?;
+        let (vm, console) = soft::start(&guest.linux(LOAD), VCPUS, MEMORY)?;
+        let deadline = Instant::now() + LIMIT;
+        listen_to(&vm, &console, LINES, deadline)?;
+        let warm = Instant::now() + WARM_UP;
+        while Instant::now() < warm {
+            listen_to(&vm, &console, 1, deadline)?;
+        }
         send_vm(&vm, &SourceConfig::default(), 1)
     }
 }
 
-/// Starts Linux under load.
-fn source(kernel: &Path, initrd: &Path) -> Result<Vm, BenchError> {
-    let guest = Guest::read(kernel, initrd)?;
-    let (vm, console) = soft::start(&guest.linux(LOAD), VCPUS, MEMORY)?;
-    let late = Instant::now() + LIMIT;
-    let go_on = || match Instant::now() > late {
-        true => Err(BenchError::Busy("Linux under load did not start".into())),
-        false => Ok(()),
-    };
-    listen_to(&vm, &console, LINES, &go_on)?;
-    let warm = Instant::now() + WARM_UP;
-    while Instant::now() < warm {
-        listen_to(&vm, &console, 1, &go_on)?;
-    }
-    Ok(vm)
-}
-
 /// Reads `lines` lines of the first process. The others are the kernel's, or halves of lines.
-fn listen_to(
-    vm: &Vm,
-    console: &Console,
-    lines: u32,
-    go_on: &dyn Fn() -> Result<(), BenchError>,
-) -> Result<(), BenchError> {
+fn listen_to(vm: &Vm, console: &Console, lines: u32, deadline: Instant) -> Result<(), BenchError> {
     let (mut splitter, mut seen) = (Splitter::default(), 0);
     while seen < lines {
-        for line in splitter.take(&console.read(INTERVAL)) {
-            match parse(&line)? {
-                Some(Line::Done) => {
-                    return Err(BenchError::Stopped("its load ended".into()));
-                }
-                Some(_) => seen += 1,
-                None => {}
-            }
-        }
+        seen += splitter.seen(&console.read(INTERVAL))?;
         soft::check(vm)?;
-        go_on()?;
+        go_on(deadline, "the load of Linux")?;
     }
     Ok(())
 }

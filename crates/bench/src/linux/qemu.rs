@@ -5,7 +5,7 @@
 //! OpenSBI 1.3 has no debug console. A kernel writes to it only with `CONFIG_RISCV_SBI_V01`.
 
 use super::figures::{Figures, Listener};
-use super::{Conditions, MEASURE, MEMORY};
+use super::{Guest, MEASURE, MEMORY, go_on};
 use crate::BenchError;
 use pageferry_testkit::qemu::Qemu;
 use std::io::Read;
@@ -67,7 +67,7 @@ impl Process {
     }
 }
 
-impl Conditions<'_> {
+impl Guest {
     /// Starts Linux on `vcpus` vCPUs of QEMU, and reads its figures. A QEMU that ends early says
     /// nothing about our own hypervisor, and is started again.
     pub(super) fn measure_qemu(&self, qemu: &Qemu, vcpus: u32) -> Result<Figures, BenchError> {
@@ -92,9 +92,9 @@ impl Conditions<'_> {
             .args(["-display", "none", "-nodefaults", "-no-reboot"])
             .args(["-serial", "stdio"])
             .arg("-kernel")
-            .arg(&self.setting.kernel)
+            .arg(&self.files.kernel)
             .arg("-initrd")
-            .arg(&self.setting.initrd)
+            .arg(&self.files.initrd)
             .args(["-append", &format!("{MEASURE} {FALLBACK}")]);
         let mut listener = Listener::new();
         let process = Process::start(command)?;
@@ -104,7 +104,7 @@ impl Conditions<'_> {
                 Ok(text) if listener.take(&text)? => return listener.figures().map(Some),
                 Ok(_) => {}
                 Err(RecvTimeoutError::Timeout) => {
-                    let late = self.go_on(deadline, "Linux on QEMU");
+                    let late = go_on(deadline, "Linux on QEMU");
                     if matches!(late, Err(BenchError::Busy(_))) && !listener.is_up() {
                         return Err(silent(&qemu.version));
                     }

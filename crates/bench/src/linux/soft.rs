@@ -1,7 +1,7 @@
 //! Linux on our own hypervisor, in this process.
 
 use super::figures::{Figures, Listener};
-use super::{Conditions, MEMORY};
+use super::{Guest, MEMORY, go_on};
 use crate::BenchError;
 use crate::vm::Vm;
 use pageferry_machine::{Console, Engine, Linux, MachineSpec};
@@ -38,11 +38,11 @@ pub(super) fn check(vm: &Vm) -> Result<(), BenchError> {
     }
 }
 
-impl Conditions<'_> {
+impl Guest {
     /// Starts Linux on `vcpus` vCPUs, and reads its figures.
     pub(super) fn measure_soft(&self, vcpus: u32) -> Result<Figures, BenchError> {
         let mut listener = Listener::new();
-        let (vm, console) = start(&self.guest.linux(super::MEASURE), vcpus, MEMORY)?;
+        let (vm, console) = start(&self.linux(super::MEASURE), vcpus, MEMORY)?;
         let deadline = Instant::now() + super::LIMIT;
         while !listener.take(&console.read(INTERVAL))? {
             // What the guest wrote last comes before its end.
@@ -53,7 +53,7 @@ impl Conditions<'_> {
             if listener.take(&text)? {
                 break;
             }
-            self.go_on(deadline, "Linux on the soft engine")?;
+            go_on(deadline, "Linux on the soft engine")?;
         }
         listener.figures()
     }

@@ -2,7 +2,7 @@
 //!
 //! **Guarantee.** The model's inputs are measured in the same run, and printed with its results
 //! ([`Parts`]). The model is compared with real runs of one and two vCPUs in the same run, and its
-//! errors are printed ([`Check`]). Every output of a result says that it is modelled.
+//! errors are printed. Every output of a result says that it is modelled.
 //!
 //! **Mechanism.** Each vCPU has its own core. For each page it goes through these steps: the
 //! guest's own work, the look-up of the slot, and the fault. If pages are missing, an exit, the
@@ -40,16 +40,16 @@ mod rows;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use parts::Parts;
-pub(crate) use queue::{Lock, QueueTimes, Spread, Step, System};
-
-use crate::demand_paging::{HostRam, Plan, Scheme, Serving, in_order_touch, soft_touch};
+use crate::demand_paging::{
+    DemandFlags, HostRam, Plan, Scheme, Serving, in_order_touch, soft_touch,
+};
 use crate::output::Output;
-use crate::vm::isa_of;
+use crate::vm::{check_host_memory, isa_of};
 use crate::{BenchError, Samples, note};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_machine::Engine;
-use parts::Guests;
+use parts::{Guests, Parts};
+use queue::{Lock, QueueTimes, Spread, Step, System};
 
 /// The entries of a table. A vCPU that goes through its memory needs a new last-level table after
 /// this many pages.
@@ -79,37 +79,10 @@ pub(crate) const TALK: Talk = Talk {
     source: "Ben Gardon, \"Improving MMU Scalability in x86 KVM\", KVM Forum 2019: KVM with a 416-vCPU, 12 TiB VM",
 };
 
-/// The settings of the model.
-#[derive(Clone, Debug)]
-pub(crate) struct ModelSetting {
-    /// The numbers of vCPUs to model, each at least 1.
-    pub(crate) vcpus: Vec<u32>,
-    /// Bytes for each vCPU, a multiple of the page size. The real runs use it as well.
-    pub(crate) memory_per_vcpu: u64,
-    /// Bytes that all vCPUs touch together, a multiple of the page size.
-    pub(crate) total_memory: u64,
-    /// The number of samples of each input, at least 1.
-    pub(crate) repeat: u32,
-    /// The distribution of single times around the measured means.
-    pub(crate) spread: Spread,
-    /// The seed of the random numbers.
-    pub(crate) seed: u64,
-}
-
-impl Default for ModelSetting {
-    fn default() -> Self {
-        Self {
-            vcpus: vec![
-                1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, TALK.vcpus,
-            ],
-            memory_per_vcpu: 16 << 20,
-            total_memory: 12 << 40,
-            repeat: 21,
-            spread: Spread::Uniform,
-            seed: 2019,
-        }
-    }
-}
+/// The numbers of vCPUs that are modelled, unless others are named.
+const VCPUS: [u32; 14] = [
+    1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, TALK.vcpus,
+];
 
 /// The state of the pages before the touch, and their delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,11 +96,10 @@ pub(crate) enum PageDelivery {
 
 impl PageDelivery {
     /// Both deliveries.
-    pub(crate) const ALL: [Self; 2] = [Self::None, Self::Exit];
+    const ALL: [Self; 2] = [Self::None, Self::Exit];
 
     /// The name in tables and in JSON.
-    #[must_use]
-    pub(crate) const fn name(self) -> &'static str {
+    const fn name(self) -> &'static str {
         match self {
             Self::None => "none",
             Self::Exit => "exit",
@@ -179,200 +151,119 @@ fn lock(scheme: Scheme, parts: &Parts, steps: usize) -> Lock {
     }
 }
 
-/// The figures of one scheme with one number of vCPUs. Modelled.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct SchemeFigures {
-    /// Seconds until each vCPU has touched [`ModelSetting::memory_per_vcpu`].
-    pub(crate) seconds: f64,
-    /// Pages per second of all vCPUs together.
-    pub(crate) pages_per_s: f64,
-    /// The share of the vCPUs' time spent waiting for the MMU lock, in percent.
-    pub(crate) waiting_percent: f64,
-    /// Seconds until all vCPUs together have touched [`ModelSetting::total_memory`].
-    pub(crate) total_memory_seconds: f64,
-}
-
-/// The figures of both schemes with one number of vCPUs. Modelled.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Point {
-    /// The number of vCPUs, on as many cores.
-    pub(crate) vcpus: u32,
-    /// With parallel faults.
-    pub(crate) parallel: SchemeFigures,
-    /// With serialised faults.
-    pub(crate) serialised: SchemeFigures,
-    /// The time that `parallel` saves, in percent of that of `serialised`.
-    pub(crate) saved_percent: f64,
-}
-
-/// The figures of one delivery with all numbers of vCPUs. Modelled.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Curve {
-    /// The delivery.
-    pub(crate) delivery: PageDelivery,
-    /// The steps for one page, with the measured times.
-    pub(crate) steps: Vec<Step>,
-    /// The figures, by ascending number of vCPUs.
-    pub(crate) points: Vec<Point>,
-}
-
-/// The model compared with a real run.
+/// The model: its measured inputs, and what it is asked for.
 #[derive(Clone, Debug)]
-pub(crate) struct Check {
-    /// The delivery.
-    pub(crate) delivery: PageDelivery,
-    /// The MMU's locking of faults. Serialised faults got the lock in the order of arrival, as in
-    /// the model.
-    pub(crate) scheme: Scheme,
-    /// The number of vCPUs.
-    pub(crate) vcpus: u32,
-    /// Nanoseconds per page of a vCPU, measured.
-    pub(crate) measured_ns: Samples,
-    /// Nanoseconds per page of a vCPU, modelled.
-    pub(crate) modelled_ns: f64,
-    /// Whether an input is derived from this run. Then the error is zero by construction.
-    pub(crate) by_construction: bool,
+struct Model {
+    parts: Parts,
+    /// Bytes for each vCPU, a multiple of the page size. The real runs use it as well.
+    memory_per_vcpu: u64,
+    /// Bytes that all vCPUs touch together, a multiple of the page size.
+    total_memory: u64,
+    /// The distribution of single times around the measured means.
+    spread: Spread,
+    /// The seed of the random numbers.
+    seed: u64,
+}
+
+impl Model {
+    /// Simulates one scheme with one number of vCPUs, on as many cores.
+    fn simulate(&self, delivery: PageDelivery, scheme: Scheme, vcpus: u32) -> QueueTimes {
+        let steps = delivery.steps(&self.parts);
+        let pages = self.memory_per_vcpu / PAGE_SIZE;
+        System {
+            vcpus,
+            pages: u32::try_from(pages).map_or(MAX_SIMULATED, |pages| pages.min(MAX_SIMULATED)),
+            lock: lock(scheme, &self.parts, steps.len()),
+            steps,
+            spread: self.spread,
+            seed: self.seed,
+        }
+        .run()
+    }
 }
 
 /// Measures the inputs, runs the model, and compares it with real runs.
 ///
 /// # Errors
-/// [`BenchError::Setting`] if this process may use only one core, or the settings are empty.
-/// Otherwise the errors of [`crate::demand_paging::demand_paging`].
-pub(crate) fn model(setting: &ModelSetting) -> Result<Output, BenchError> {
-    let pages = setting.memory_per_vcpu / PAGE_SIZE;
-    if setting.vcpus.is_empty() || setting.vcpus.contains(&0) || setting.repeat == 0 || pages == 0 {
-        return Err(BenchError::Setting(
-            "nothing to model: no vCPUs, no samples or no memory".into(),
-        ));
-    }
-    let isa = isa_of(Engine::Soft);
+/// [`BenchError::Setting`] if this process may use only one core. Otherwise the errors of
+/// [`crate::demand_paging::demand_paging`].
+pub(crate) fn model(flags: &DemandFlags) -> Result<Output, BenchError> {
+    let mut model = Model {
+        parts: Parts::default(),
+        memory_per_vcpu: flags.memory_per_vcpu.unwrap_or(16 << 20),
+        total_memory: flags.total_memory,
+        spread: Spread::Uniform,
+        seed: flags.seed,
+    };
+    let (isa, pages) = (isa_of(Engine::Soft), model.memory_per_vcpu / PAGE_SIZE);
+    let bytes = Plan::memory_bytes(isa, 2, pages)?;
+    check_host_memory(bytes)?;
     let on = Guests {
-        host: HostRam::new(Plan::memory_bytes(isa, 2, pages)?)?,
+        host: HostRam::new(bytes)?,
         plans: [
             Plan::new(isa, 1, pages, false)?,
             Plan::new(isa, 2, pages, false)?,
         ],
     };
-    let (mut parts, mut real) = (Parts::default(), RealRuns::default());
-    for round in 1..=setting.repeat {
+    let mut real: Vec<_> = real_runs().map(|run| (run, Samples::default())).collect();
+    let repeat = flags.common.rounds(21, 1);
+    for round in 1..=repeat {
         note(&format!(
-            "measuring the model's inputs, round {round} of {}",
-            setting.repeat
+            "measuring the model's inputs, round {round} of {repeat}"
         ));
-        parts.round(&on)?;
-        real.round(&on)?;
+        model.parts.round(&on)?;
+        for (run, samples) in &mut real {
+            samples.push(run.measure(&on)?);
+        }
     }
-    let mut curves = Vec::new();
+    let mut output = Output {
+        rows: model.input_rows(),
+        notes: model.notes(),
+    };
+    let checks = real.iter().map(|(run, ns)| model.check_row(run, ns));
+    output.rows.extend(checks);
     for delivery in PageDelivery::ALL {
         note(&format!("modelling, pages missing: {}", delivery.name()));
-        curves.push(curve(setting, &parts, delivery));
+        for vcpus in flags.vcpus(&VCPUS) {
+            output.rows.extend(model.point_rows(delivery, vcpus));
+        }
     }
-    let checks = real.checks(setting, &parts);
-    Ok(rows::output(setting, &parts, &curves, &checks))
+    Ok(output)
 }
 
-/// Simulates one scheme with one number of vCPUs.
-fn simulate(
-    setting: &ModelSetting,
-    parts: &Parts,
+/// A real run that the model is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct RealRun {
     delivery: PageDelivery,
+    /// Serialised faults get the lock in the order of arrival, as in the model.
     scheme: Scheme,
+    /// One or two.
     vcpus: u32,
-) -> QueueTimes {
-    let steps = delivery.steps(parts);
-    let pages = setting.memory_per_vcpu / PAGE_SIZE;
-    System {
-        vcpus,
-        pages: u32::try_from(pages).map_or(MAX_SIMULATED, |pages| pages.min(MAX_SIMULATED)),
-        lock: lock(scheme, parts, steps.len()),
-        steps,
-        spread: setting.spread,
-        seed: setting.seed,
-    }
-    .run()
 }
 
-fn curve(setting: &ModelSetting, parts: &Parts, delivery: PageDelivery) -> Curve {
-    let mut vcpus = setting.vcpus.clone();
-    vcpus.sort_unstable();
-    vcpus.dedup();
-    let pages_each = (setting.memory_per_vcpu / PAGE_SIZE) as f64;
-    let pages_total = (setting.total_memory / PAGE_SIZE) as f64;
-    let point = |vcpus: u32| {
-        let side = |scheme| {
-            let outcome = simulate(setting, parts, delivery, scheme, vcpus);
-            let rate = outcome.pages_per_s();
-            SchemeFigures {
-                seconds: pages_each * f64::from(vcpus) / rate,
-                pages_per_s: rate,
-                waiting_percent: outcome.waiting_percent(),
-                total_memory_seconds: pages_total / rate,
-            }
-        };
-        let (parallel, serialised) = (side(Scheme::Parallel), side(Scheme::Serialised));
-        Point {
-            vcpus,
-            parallel,
-            serialised,
-            saved_percent: 100.0 * (1.0 - parallel.seconds / serialised.seconds),
-        }
-    };
-    Curve {
-        delivery,
-        steps: delivery.steps(parts),
-        points: vcpus.into_iter().map(point).collect(),
-    }
-}
-
-/// Real runs of one and two vCPUs, in nanoseconds per page of a vCPU.
-#[derive(Default)]
-struct RealRuns {
-    /// In the order of [`RealRuns::cases`].
-    samples: [Samples; 8],
-}
-
-impl RealRuns {
-    fn cases() -> impl Iterator<Item = (PageDelivery, Scheme, u32)> {
-        PageDelivery::ALL.into_iter().flat_map(|delivery| {
-            Scheme::ALL
-                .into_iter()
-                .flat_map(move |scheme| [1, 2].map(|vcpus| (delivery, scheme, vcpus)))
-        })
-    }
-
-    fn round(&mut self, on: &Guests) -> Result<(), BenchError> {
-        for ((delivery, scheme, vcpus), samples) in Self::cases().zip(&mut self.samples) {
-            let plan = &on.plans[vcpus as usize - 1];
-            let exits = delivery == PageDelivery::Exit;
-            let race = match scheme {
-                Scheme::Parallel => {
-                    soft_touch(&on.host, plan, scheme, exits.then(Serving::default))?
-                }
-                Scheme::Serialised => in_order_touch(&on.host, plan, exits)?,
-            };
-            samples.push(race.whole.as_nanos() as f64 / plan.each as f64);
-        }
-        Ok(())
-    }
-
-    fn checks(&self, setting: &ModelSetting, parts: &Parts) -> Vec<Check> {
-        Self::cases()
-            .zip(&self.samples)
-            .map(|((delivery, scheme, vcpus), samples)| {
-                let outcome = simulate(setting, parts, delivery, scheme, vcpus);
-                let measured_ns = samples.clone();
-                let modelled_ns = f64::from(vcpus) * 1e9 / outcome.pages_per_s();
-                Check {
-                    delivery,
-                    scheme,
-                    vcpus,
-                    measured_ns,
-                    modelled_ns,
-                    by_construction: (delivery, scheme, vcpus)
-                        == (PageDelivery::None, Scheme::Parallel, 1),
-                }
+fn real_runs() -> impl Iterator<Item = RealRun> {
+    PageDelivery::ALL.into_iter().flat_map(|delivery| {
+        Scheme::ALL.into_iter().flat_map(move |scheme| {
+            [1, 2].map(|vcpus| RealRun {
+                delivery,
+                scheme,
+                vcpus,
             })
-            .collect()
+        })
+    })
+}
+
+impl RealRun {
+    /// Nanoseconds per page of a vCPU.
+    fn measure(&self, on: &Guests) -> Result<f64, BenchError> {
+        let plan = &on.plans[self.vcpus as usize - 1];
+        let exits = self.delivery == PageDelivery::Exit;
+        let race = match self.scheme {
+            Scheme::Parallel => {
+                soft_touch(&on.host, plan, self.scheme, exits.then(Serving::default))?
+            }
+            Scheme::Serialised => in_order_touch(&on.host, plan, exits)?,
+        };
+        Ok(race.whole.as_nanos() as f64 / plan.each as f64)
     }
 }

@@ -5,17 +5,16 @@
 //! threads on two cores. Of repeated batches the fastest counts: a thread that lost its core for a
 //! while gives no information about a cache line.
 
-use crate::demand_paging::{
-    FaultTimes, HostRam, Plan, Scheme, TicketLock, clocked_touch, exit_and_entry, soft_touch,
-};
-use crate::kit::CacheLine;
+use crate::demand_paging::{HostRam, Plan, Scheme, clocked_touch, exit_and_entry, soft_touch};
+use crate::kit::TicketLock;
+use crate::watched::FaultTimes;
 use crate::{BenchError, Samples, cores};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
 use rustix::thread::CpuSet;
 use std::hint::black_box;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// The measured times, in nanoseconds, with a sample for each round.
@@ -74,9 +73,12 @@ impl Parts {
         self.exit.push(exit_and_entry(&on.host, one, 20_000)?);
         self.copy.push(copy_ns(&on.host, one));
         self.lock.push(lock_ns());
-        let cores = two_cores()?;
+        let cores = cores::two().ok_or_else(|| {
+            let why = "the model needs two cores to measure how two vCPUs delay each other";
+            BenchError::Setting(why.into())
+        })?;
         self.handover.push(handover_ns(cores)?);
-        self.line.push(line_ns(cores));
+        self.line.push(cores::line_transfer_ns(cores));
         Ok(())
     }
 
@@ -117,11 +119,6 @@ fn clock_ns() -> f64 {
     usual((0..10_000).map(|_| u32::try_from(pair()).unwrap_or(u32::MAX)))
 }
 
-/// The fastest of some batches. `batch` returns nanoseconds per operation.
-fn fastest(batches: u32, mut batch: impl FnMut() -> f64) -> f64 {
-    (0..batches).map(|_| batch()).fold(f64::INFINITY, f64::min)
-}
-
 fn per_operation(began: Instant, operations: u32) -> f64 {
     began.elapsed().as_nanos() as f64 / f64::from(operations)
 }
@@ -145,78 +142,17 @@ const BATCHES: u32 = 20;
 /// The time limit for two threads to contend for a lock.
 const MEETING: Duration = Duration::from_secs(5);
 
+/// Nanoseconds to take and release a lock that nobody else wants: the best of some batches.
 fn lock_ns() -> f64 {
     let lock = TicketLock::default();
-    fastest(BATCHES, || {
+    let batch = |_| {
         let began = Instant::now();
         for _ in 0..OPERATIONS {
             drop(black_box(&lock).lock());
         }
         per_operation(began, OPERATIONS)
-    })
-}
-
-/// One core for each of two threads.
-///
-/// # Errors
-/// If this process may use only one core.
-fn two_cores() -> Result<[CpuSet; 2], BenchError> {
-    match cores::each()[..] {
-        [first, second, ..] => Ok([first, second]),
-        _ => Err(BenchError::Setting(
-            "the model needs two cores to measure how two vCPUs delay each other".into(),
-        )),
-    }
-}
-
-/// Runs `body` on two threads, each on its own core, which start together. `body` gets the index of
-/// its thread. Returns both results.
-fn on_two_cores<T: Send>(cores: [CpuSet; 2], body: impl Fn(u32) -> T + Sync) -> [T; 2] {
-    let arrived = AtomicU32::new(0);
-    let run = |index: u32| {
-        cores::stay_on(&cores[index as usize]);
-        arrived.fetch_add(1, Ordering::AcqRel);
-        while arrived.load(Ordering::Acquire) < 2 {
-            std::thread::yield_now();
-        }
-        body(index)
     };
-    std::thread::scope(|scope| {
-        let run = &run;
-        let threads = [0, 1].map(|index| scope.spawn(move || run(index)));
-        threads.map(|thread| thread.join().expect("measuring threads do not panic"))
-    })
-}
-
-/// Nanoseconds for one transfer of a cache line with a word that two threads change in turns.
-fn line_ns(cores: [CpuSet; 2]) -> f64 {
-    let line = CacheLine::<AtomicU64>::default();
-    let [first, _] = on_two_cores(cores, |index| {
-        let mut turn = u64::from(index);
-        let mut batch = || {
-            let began = Instant::now();
-            for _ in 0..OPERATIONS {
-                wait_until(&line, turn);
-                line.store(turn + 1, Ordering::Release);
-                turn += 2;
-            }
-            per_operation(began, 2 * OPERATIONS)
-        };
-        fastest(BATCHES, &mut batch)
-    });
-    first
-}
-
-fn wait_until(word: &AtomicU64, value: u64) {
-    let mut spins = 0_u32;
-    while word.load(Ordering::Acquire) != value {
-        spins = spins.wrapping_add(1);
-        if spins.is_multiple_of(1 << 14) {
-            std::thread::yield_now();
-        } else {
-            std::hint::spin_loop();
-        }
-    }
+    (0..BATCHES).map(batch).fold(f64::INFINITY, f64::min)
 }
 
 /// Nanoseconds for one hand-over between two threads that always want the lock. The lock protects
@@ -230,7 +166,7 @@ fn handover_ns(cores: [CpuSet; 2]) -> Result<f64, BenchError> {
     // Both take the lock until one of them has enough batches. On a busy host they may run one
     // after the other for a while.
     let (done, deadline) = (AtomicU32::new(0), Instant::now() + MEETING);
-    let best = on_two_cores(cores, |_| {
+    let best = cores::on_two(cores, |_| {
         let (mut best, mut counted) = (f64::INFINITY, 0);
         while counted < BATCHES && done.load(Ordering::Relaxed) == 0 && Instant::now() < deadline {
             let (began, mut changes, mut last) = (Instant::now(), 0, 0_u32);
@@ -273,25 +209,20 @@ mod tests {
     }
 
     #[test]
-    fn locks_and_lines_take_time() {
+    fn locks_take_time() {
         assert!(lock_ns() > 0.0);
-        match two_cores() {
-            Ok(cores) => {
-                let line = line_ns(cores);
-                assert!(line > 0.0 && line.is_finite(), "{line}");
-                match handover_ns(cores) {
-                    Ok(handover) => {
-                        assert!(handover > 0.0 && handover.is_finite(), "{handover}");
-                    }
-                    Err(BenchError::Busy(why)) => {
-                        skip("cores", why);
-                    }
-                    Err(why) => panic!("{why}"),
-                }
+        let Some(cores) = cores::two() else {
+            skip("cores", "two are needed");
+            return;
+        };
+        match handover_ns(cores) {
+            Ok(handover) => {
+                assert!(handover > 0.0 && handover.is_finite(), "{handover}");
             }
-            Err(why) => {
+            Err(BenchError::Busy(why)) => {
                 skip("cores", why);
             }
+            Err(why) => panic!("{why}"),
         }
     }
 }

@@ -1,14 +1,14 @@
 //! Times from a distribution. The same seed gives the same times.
 
 use super::Spread;
-use crate::kit::Random;
+use crate::kit::{Random, unit};
 
 /// A time from a distribution with this mean, in the mean's unit.
 pub(super) fn draw(random: &mut Random, mean: f64, spread: Spread) -> f64 {
     match spread {
         Spread::Constant => mean,
-        Spread::Uniform => mean * (0.5 + random.unit()),
-        Spread::Exponential => -mean * random.unit().ln(),
+        Spread::Uniform => mean * (0.5 + unit(random)),
+        Spread::Exponential => -mean * unit(random).ln(),
     }
 }
 

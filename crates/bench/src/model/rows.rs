@@ -1,45 +1,19 @@
 //! The results of the model, with its inputs and its errors. All that is modelled says so.
 
-use super::{Check, Curve, ModelSetting, PageDelivery, Parts, Point, TALK};
+use super::{Model, PageDelivery, QueueTimes, RealRun, TALK};
 use crate::Samples;
-use crate::output::{Chart, Output};
+use crate::demand_paging::Scheme;
 use crate::row::{Conditions, Row, cores};
-use pageferry_charts::{Line, Linear, linear};
-use pageferry_harness::size;
+use pageferry_addr::PAGE_SIZE;
 
-/// Inputs, checks and results.
-pub(super) fn output(
-    setting: &ModelSetting,
-    parts: &Parts,
-    curves: &[Curve],
-    checks: &[Check],
-) -> Output {
-    let measured = |note: &str| Conditions::here(1, setting.memory_per_vcpu, note);
-    let inputs = parts.inputs().into_iter().map(|(case, samples)| {
-        samples.row(
-            case,
-            "an input of the model",
-            "ns",
-            measured("soft engine, measured"),
-        )
-    });
-    let points = curves.iter().flat_map(|curve| {
-        curve
-            .points
-            .iter()
-            .flat_map(|point| point_rows(setting, curve, point))
-    });
-    Output {
-        rows: inputs
-            .chain(checks.iter().map(|check| check_row(setting, check)))
-            .chain(points)
-            .collect(),
-        notes: vec![
+impl Model {
+    pub(super) fn notes(&self) -> Vec<String> {
+        vec![
             format!(
                 "MODEL, not a measurement: demand paging with a core for each vCPU, from times \
                  measured in this run on {} cores. Seed: {}.",
                 cores(),
-                setting.seed
+                self.seed
             ),
             format!(
                 "The talk's figures, not modelled here: {} % of the time waiting for the lock, {} % \
@@ -49,100 +23,69 @@ pub(super) fn output(
             "Left out: memory bandwidth, sockets, the host's own locks, overlapping touches. To the \
              parallel MMU's disadvantage, all vCPUs link new tables through one cache line."
                 .into(),
-        ],
-        // The talk's figure comes first: pages are missing, and faults on them are exits.
-        charts: curves
-            .iter()
-            .rev()
-            .map(|curve| {
-                let heading = match curve.delivery {
-                    PageDelivery::Exit => "MODELLED: each page takes an exit and a copy",
-                    PageDelivery::None => "MODELLED: no page is missing, faults only",
-                };
-                (heading.to_owned(), chart(setting, curve))
-            })
-            .collect(),
+        ]
     }
-}
 
-/// The model next to a real run: nanoseconds per page of a vCPU.
-fn check_row(setting: &ModelSetting, check: &Check) -> Row {
-    let scheme = check.scheme;
-    let subject = format!(
-        "MODELLED: {}, {scheme}, {} vCPUs",
-        check.delivery.name(),
-        check.vcpus
-    );
-    let note = if check.by_construction {
-        "modelled; the guest's time is derived from this run"
-    } else {
-        "modelled, next to real runs"
-    };
-    let how = Conditions::here(check.vcpus, setting.memory_per_vcpu, note);
-    Samples::from_iter([check.modelled_ns])
-        .row("model.check", subject, "ns", how)
-        .against("measured", check.measured_ns.median())
-}
-
-/// Both schemes with one number of vCPUs. The ratio of `parallel` is to `serialised`.
-fn point_rows(setting: &ModelSetting, curve: &Curve, point: &Point) -> Vec<Row> {
-    let row = |case: &'static str, scheme: &str, unit, value: f64| {
-        let name = curve.delivery.name();
-        let subject = format!("MODELLED: {name}, {scheme}, {} vCPUs", point.vcpus);
-        let note = format!("modelled, a core for each vCPU, seed {}", setting.seed);
-        let how = Conditions::here(point.vcpus, setting.memory_per_vcpu, note);
-        Samples::from_iter([value]).row(case, subject, unit, how)
-    };
-    let mut rows = Vec::new();
-    for (case, unit, of) in [
-        (
-            "model.time",
-            "s",
-            (|side| side.seconds) as fn(&super::SchemeFigures) -> f64,
-        ),
-        ("model.rate", "pages/s", |side| side.pages_per_s),
-        ("model.waiting", "%", |side| side.waiting_percent),
-        ("model.total_time", "s", |side| side.total_memory_seconds),
-    ] {
-        let serialised = row(case, "serialised", unit, of(&point.serialised));
-        let parallel = row(case, "parallel", unit, of(&point.parallel));
-        rows.push(parallel.against("serialised", serialised.value));
-        rows.push(serialised);
+    pub(super) fn input_rows(&self) -> Vec<Row> {
+        let inputs = self.parts.inputs().into_iter().map(|(case, samples)| {
+            let how = Conditions::here(1, self.memory_per_vcpu, "soft engine, measured");
+            samples.row(case, "an input of the model", "ns", how)
+        });
+        inputs.collect()
     }
-    rows
-}
 
-fn chart(setting: &ModelSetting, curve: &Curve) -> Chart {
-    let line = |name: &str, seconds: &dyn Fn(&Point) -> f64| Line {
-        name: name.to_owned(),
-        points: curve
-            .points
-            .iter()
-            .map(|point| (f64::from(point.vcpus), seconds(point) * 1e3))
-            .collect(),
-    };
-    let lines = [
-        line("parallel", &|point| point.parallel.seconds),
-        line("serialised", &|point| point.serialised.seconds),
-    ];
-    let last = curve.points.last().ok_or("there is nothing to draw")?;
-    let subtitle = format!(
-        "MODELLED from times measured on {} cores. {} vCPUs: {:.1} % of the time waiting, {:.1} % saved. Talk, on KVM: {} %, {} %",
-        cores(),
-        last.vcpus,
-        last.serialised.waiting_percent,
-        last.saved_percent,
-        TALK.waiting_percent,
-        TALK.saved_percent
-    );
-    let title = format!(
-        "Time to page in {} per vCPU, with serialised and with parallel faults",
-        size::human(setting.memory_per_vcpu)
-    );
-    linear(&Linear {
-        title: Some((&title, &subtitle)),
-        x_desc: "vCPUs, each on its own core",
-        y_desc: "milliseconds, modelled",
-        lines: &lines,
-    })
+    /// The model next to a real run: nanoseconds per page of a vCPU.
+    pub(super) fn check_row(&self, run: &RealRun, measured_ns: &Samples) -> Row {
+        let &RealRun {
+            delivery,
+            scheme,
+            vcpus,
+        } = run;
+        let subject = format!("MODELLED: {}, {scheme}, {vcpus} vCPUs", delivery.name());
+        let note = match (delivery, scheme, vcpus) {
+            (PageDelivery::None, Scheme::Parallel, 1) => {
+                "modelled; the guest's time is derived from this run"
+            }
+            _ => "modelled, next to real runs",
+        };
+        let how = Conditions::here(vcpus, self.memory_per_vcpu, note);
+        let rate = self.simulate(delivery, scheme, vcpus).pages_per_s();
+        Samples::from_iter([f64::from(vcpus) * 1e9 / rate])
+            .row("model.check", subject, "ns", how)
+            .against("measured", measured_ns.median())
+    }
+
+    /// Both schemes with one number of vCPUs. The ratio of `parallel` is to `serialised`.
+    pub(super) fn point_rows(&self, delivery: PageDelivery, vcpus: u32) -> Vec<Row> {
+        let row = |case: &'static str, scheme: Scheme, unit, value: f64| {
+            let name = delivery.name();
+            let subject = format!("MODELLED: {name}, {scheme}, {vcpus} vCPUs");
+            let note = format!("modelled, a core for each vCPU, seed {}", self.seed);
+            let how = Conditions::here(vcpus, self.memory_per_vcpu, note);
+            Samples::from_iter([value]).row(case, subject, unit, how)
+        };
+        let [parallel, serialised] =
+            Scheme::ALL.map(|scheme| self.simulate(delivery, scheme, vcpus));
+        let figures = |times: &QueueTimes| {
+            let seconds = |bytes: u64| (bytes / PAGE_SIZE) as f64 / times.pages_per_s();
+            [
+                (
+                    "model.time",
+                    "s",
+                    seconds(self.memory_per_vcpu * u64::from(vcpus)),
+                ),
+                ("model.rate", "pages/s", times.pages_per_s()),
+                ("model.waiting", "%", times.waiting_percent()),
+                ("model.total_time", "s", seconds(self.total_memory)),
+            ]
+        };
+        let mut rows = Vec::new();
+        for (ours, theirs) in figures(&parallel).into_iter().zip(figures(&serialised)) {
+            let (case, unit, value) = ours;
+            let parallel = row(case, Scheme::Parallel, unit, value);
+            rows.push(parallel.against("serialised", theirs.2));
+            rows.push(row(case, Scheme::Serialised, unit, theirs.2));
+        }
+        rows
+    }
 }

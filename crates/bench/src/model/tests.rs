@@ -1,6 +1,7 @@
 //! The model with given parts, and a small run of all of it.
 
 use super::*;
+use crate::demand_paging::flags;
 use pageferry_testkit::skip;
 
 fn parts() -> Parts {
@@ -18,66 +19,47 @@ fn parts() -> Parts {
     }
 }
 
-fn setting(vcpus: &[u32]) -> ModelSetting {
-    ModelSetting {
-        vcpus: vcpus.to_vec(),
-        memory_per_vcpu: 256 * PAGE_SIZE,
-        repeat: 1,
-        ..ModelSetting::default()
+fn model_of(pages: u64, spread: Spread) -> Model {
+    Model {
+        parts: parts(),
+        memory_per_vcpu: pages * PAGE_SIZE,
+        total_memory: 12 << 40,
+        spread,
+        seed: 2019,
     }
 }
 
 #[test]
 fn parallel_faults_scale_and_serialised_ones_stop_at_the_lock() {
-    let setting = ModelSetting {
-        spread: Spread::Constant,
-        ..setting(&[416, 1, 2, 416])
-    };
+    let model = model_of(256, Spread::Constant);
     for delivery in PageDelivery::ALL {
-        let curve = curve(&setting, &parts(), delivery);
-        let vcpus: Vec<u32> = curve.points.iter().map(|point| point.vcpus).collect();
-        assert_eq!(vcpus, [1, 2, 416]);
-        let (one, all) = (curve.points[0], curve.points[2]);
+        let of = |scheme, vcpus| model.simulate(delivery, scheme, vcpus);
+        let [one, all] = [1, 416].map(|vcpus| Scheme::ALL.map(|scheme| of(scheme, vcpus)));
         // The nanoseconds of one vCPU's page, and those of them under the lock.
         let (page, held) = match delivery {
             PageDelivery::None => (150.0, 120.0),
             PageDelivery::Exit => (800.0, 220.0),
         };
         let near = |value: f64, expected: f64| (value / expected - 1.0).abs() < 0.02;
-        assert!(near(one.parallel.seconds, 256.0 * page * 1e-9), "{one:?}");
-        assert!(near(
-            one.serialised.pages_per_s,
-            1e9 / (page + 10.0 * curve.steps.len() as f64)
-        ));
-        assert!(near(all.parallel.seconds, one.parallel.seconds), "{all:?}");
-        assert!(
-            near(all.serialised.seconds, 256.0 * 416.0 * held * 1e-9),
-            "{all:?}"
-        );
-        assert!(one.serialised.waiting_percent < 1e-9);
-        assert!(all.serialised.waiting_percent > 95.0 && all.parallel.waiting_percent < 1.0);
-        assert!(near(
-            all.saved_percent,
-            100.0 * (1.0 - all.parallel.seconds / all.serialised.seconds)
-        ));
+        assert!(near(one[0].pages_per_s(), 1e9 / page), "{one:?}");
+        let steps = delivery.steps(&parts()).len() as f64;
+        assert!(near(one[1].pages_per_s(), 1e9 / (page + 10.0 * steps)));
+        assert!(near(all[0].pages_per_s(), 416.0 * 1e9 / page), "{all:?}");
+        assert!(near(all[1].pages_per_s(), 1e9 / held), "{all:?}");
+        assert!(one[1].waiting_percent() < 1e-9);
+        assert!(all[1].waiting_percent() > 95.0 && all[0].waiting_percent() < 1.0);
+        let rows = model.point_rows(delivery, 416);
+        let total = rows.iter().rfind(|row| row.case == "model.total_time");
         let pages = (12_u64 << 40) as f64 / PAGE_SIZE as f64;
-        assert!(near(
-            all.serialised.total_memory_seconds,
-            pages * held * 1e-9
-        ));
+        assert!(near(total.expect("a row").value, pages * held * 1e-9));
     }
 }
 
 #[test]
 fn more_memory_takes_longer_at_the_same_rate() {
     let time = |pages: u64| {
-        let setting = ModelSetting {
-            memory_per_vcpu: pages * PAGE_SIZE,
-            ..setting(&[64])
-        };
-        curve(&setting, &parts(), PageDelivery::Exit).points[0]
-            .serialised
-            .seconds
+        let model = model_of(pages, Spread::Uniform);
+        model.point_rows(PageDelivery::Exit, 64)[1].value
     };
     // More pages than are simulated, and fewer.
     assert!((time(1 << 20) / time(1 << 18) - 4.0).abs() < 1e-9);
@@ -85,15 +67,21 @@ fn more_memory_takes_longer_at_the_same_rate() {
 }
 
 #[test]
-fn a_seed_and_parts_name_one_curve() {
-    let setting = setting(&[7, 64]);
-    let once = || curve(&setting, &parts(), PageDelivery::Exit);
-    assert_eq!(once(), once());
-    let other = ModelSetting {
+fn a_seed_and_parts_name_one_outcome() {
+    let model = model_of(256, Spread::Uniform);
+    let once = |model: &Model| model.simulate(PageDelivery::Exit, Scheme::Serialised, 64);
+    assert_eq!(once(&model), once(&model));
+    let other = Model {
         seed: 1,
-        ..setting.clone()
+        ..model.clone()
     };
-    assert_ne!(once(), curve(&other, &parts(), PageDelivery::Exit));
+    assert_ne!(once(&model), once(&other));
+}
+
+#[test]
+fn the_talks_vcpus_are_modelled_unless_others_are_named() {
+    assert_eq!(flags("--model -v 8,1").vcpus(&VCPUS), [1, 8]);
+    assert_eq!(flags("--model").vcpus(&VCPUS).last(), Some(&416));
 }
 
 #[test]
@@ -101,7 +89,7 @@ fn a_real_run_has_inputs_checks_and_curves() {
     if crate::row::cores() < 2 && skip("cores", "the model needs two cores") {
         return;
     }
-    let report = match model(&setting(&[1, 8])) {
+    let report = match model(&flags("--model -v 1,8 -b 1M --repeat 1")) {
         Err(BenchError::Busy(why)) if skip("cores", &why) => return,
         report => report.unwrap(),
     };
@@ -109,12 +97,8 @@ fn a_real_run_has_inputs_checks_and_curves() {
     for case in ["model.guest", "model.exit", "model.line"] {
         assert_eq!(of(case).filter(|row| row.value >= 0.0).count(), 1, "{case}");
     }
-    assert_eq!(
-        of("model.check")
-            .filter(|row| row.ratio > Some(0.0))
-            .count(),
-        8
-    );
+    let checks = of("model.check").filter(|row| row.ratio > Some(0.0));
+    assert_eq!(checks.count(), 8);
     for case in [
         "model.time",
         "model.rate",
@@ -129,21 +113,4 @@ fn a_real_run_has_inputs_checks_and_curves() {
     }
     assert!(report.notes[0].starts_with("MODEL, not a measurement"));
     assert!(report.notes[1].contains("98 %") && report.notes[1].contains("89 %"));
-    let figure = report.charts[0].1.as_ref().expect("the talk's figure");
-    assert!(figure.contains("MODELLED"));
-}
-
-#[test]
-fn nothing_to_model_is_refused() {
-    for nothing in [
-        setting(&[]),
-        setting(&[0]),
-        ModelSetting {
-            memory_per_vcpu: 0,
-            ..setting(&[1])
-        },
-    ] {
-        let error = model(&nothing).unwrap_err();
-        assert!(error.to_string().contains("nothing to model"));
-    }
 }

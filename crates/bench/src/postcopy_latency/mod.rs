@@ -24,16 +24,16 @@ mod stalls;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use pageferry_hosts::Rate;
-pub(crate) use setting::{HostPage, LatencySetting};
+pub(crate) use noise::Ticks;
+pub(crate) use setting::LatencyFlags;
 
 use crate::output::Output;
-use crate::{BenchError, is_cancelled, note};
+use crate::{BenchError, is_cancelled, note, stop_on_interrupt};
 use pageferry_hosts::{HugePages, Link, TwoHosts};
 use pageferry_machine::{Backing, Engine, EngineChoice};
 use pageferry_testkit::qemu::Qemu;
 use round::{Conditions, Round};
-use setting::Column;
+use setting::{Column, HostPage};
 use std::collections::BTreeMap;
 
 /// The differences in method between QEMU's figures and ours.
@@ -47,27 +47,25 @@ const QEMU: &str = "It emulates RV64 with the same guest program; nodelay: with 
 /// [`BenchError::Hosts`] if this machine cannot have two hosts. [`BenchError::Setting`] if these
 /// settings cannot be measured. [`BenchError::Cancelled`]. Other errors if the host refuses
 /// something.
-pub(crate) fn postcopy_latency(setting: &LatencySetting) -> Result<Output, BenchError> {
-    setting.check()?;
-    let qemu = setting.qemu.as_deref().map(Qemu::find).transpose();
+pub(crate) fn postcopy_latency(flags: &LatencyFlags) -> Result<Output, BenchError> {
+    flags.check()?;
+    // Before the namespaces: an interrupt must not end this process before they are removed.
+    stop_on_interrupt()?;
+    let qemu = flags.qemu().map(Qemu::find).transpose();
     let qemu = qemu.map_err(BenchError::Setting)?;
     let mut output = Output::default();
     if let Some(Qemu { version, .. }) = &qemu {
         output.notes.push(format!("qemu: QEMU {version}. {QEMU}"));
     }
-    let mut columns = setting.columns.clone();
-    let hosts = hosts(setting, &mut columns, &mut output)?;
-    let _pages = huge_pages(setting, &mut columns, &mut output);
+    let (mut columns, count) = (flags.columns(), flags.rounds());
+    let hosts = hosts(flags, &mut columns, &mut output)?;
+    let _pages = huge_pages(flags, &mut columns, &mut output);
     let mut rounds: Vec<Vec<Round>> = vec![Vec::new(); columns.len()];
-    for number in 1..=setting.rounds {
+    for number in 1..=count {
         for (column, rounds) in columns.iter().zip(&mut rounds) {
-            note(&format!(
-                "{}, round {number} of {}",
-                column.name(),
-                setting.rounds
-            ));
+            note(&format!("{}, round {number} of {count}", column.name()));
             let conditions = Conditions {
-                setting,
+                flags,
                 hosts: &hosts[&column.congestion],
                 column,
                 qemu: qemu.as_ref(),
@@ -81,14 +79,14 @@ pub(crate) fn postcopy_latency(setting: &LatencySetting) -> Result<Output, Bench
         }
     }
     for (column, rounds) in columns.iter().zip(&rounds) {
-        rows::add(&mut output, setting, column, rounds);
+        rows::add(&mut output, flags, column, rounds);
     }
     Ok(output)
 }
 
 /// Two hosts for each congestion control. Columns without them are dropped.
 fn hosts(
-    setting: &LatencySetting,
+    flags: &LatencyFlags,
     columns: &mut Vec<Column>,
     output: &mut Output,
 ) -> Result<BTreeMap<String, TwoHosts>, BenchError> {
@@ -100,7 +98,7 @@ fn hosts(
         }
         let link = Link {
             congestion: Some(congestion.clone()),
-            ..Link::new(setting.rate)
+            ..Link::new(flags.rate)
         };
         match TwoHosts::start(&link) {
             Ok(two) => drop(hosts.insert(congestion.clone(), two)),
@@ -124,7 +122,7 @@ fn hosts(
 /// Huge pages for both ends, for as long as the result lives. Without them, their columns are
 /// dropped.
 fn huge_pages(
-    setting: &LatencySetting,
+    flags: &LatencyFlags,
     columns: &mut Vec<Column>,
     output: &mut Output,
 ) -> Option<HugePages> {
@@ -134,7 +132,7 @@ fn huge_pages(
     {
         return None;
     }
-    let pages = 2 * setting.memory_bytes / HostPage::Size2M.bytes();
+    let pages = 2 * flags.memory() / HostPage::Size2M.bytes();
     let taken = kvm_on_huge_pages().and_then(|()| HugePages::of_2_mib(pages));
     match taken {
         Ok(pages) => Some(pages),

@@ -37,7 +37,7 @@ impl Noise {
 
 /// Times in ticks of the kernel's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Ticks {
+pub(crate) struct Ticks {
     /// All cores, idle time included.
     all: u64,
     /// All cores, when not idle.
@@ -47,7 +47,7 @@ struct Ticks {
 }
 
 impl Ticks {
-    fn now() -> Result<Self, BenchError> {
+    pub(crate) fn now() -> Result<Self, BenchError> {
         let read = |path, what| {
             std::fs::read_to_string(path).map_err(|source| BenchError::Os { what, source })
         };
@@ -60,7 +60,8 @@ impl Ticks {
         Ok(Self { all, busy, ours })
     }
 
-    fn others_percent(&self, since: &Self) -> f64 {
+    /// The share of all cores' time since then that others used, in percent.
+    pub(crate) fn others_percent(&self, since: &Self) -> f64 {
         let [all, busy, ours] = [
             self.all - since.all,
             self.busy - since.busy,

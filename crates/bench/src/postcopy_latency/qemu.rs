@@ -18,7 +18,7 @@ use pageferry_testkit::qemu::{Pair, Qemu, Streams};
 impl Column {
     /// Whether it can be measured on QEMU.
     pub(super) fn suits_qemu(&self) -> bool {
-        self.host_page == HostPage::Size4K && !self.tls
+        self.host_page == HostPage::Size4K
     }
 }
 
@@ -30,7 +30,7 @@ impl Conditions<'_> {
         QemuSwitches { preempt, no_delay }: QemuSwitches,
     ) -> Result<Measured, BenchError> {
         let Conditions {
-            setting,
+            flags,
             hosts,
             column,
             ..
@@ -38,13 +38,13 @@ impl Conditions<'_> {
         let program = toucher(
             Engine::Soft,
             column.vcpus,
-            setting.memory_bytes,
+            flags.memory(),
             u64::MAX,
             TouchOrder::Random,
         )?;
         let capabilities = ["postcopy-ram", "postcopy-preempt"];
         let on = &capabilities[..if preempt { 2 } else { 1 }];
-        let limit = self.limit(setting.memory_bytes);
+        let limit = self.limit(flags.memory());
         let pair = Pair::start(
             qemu,
             hosts,

@@ -1,9 +1,8 @@
 //! One row of one round: a VM that moves between the two hosts, or bare exchanges between them.
 
 use super::noise::{Meter, Noise};
-use super::setting::{Column, LatencySetting, Mode};
+use super::setting::{Column, LatencyFlags, Mode};
 use super::stalls::Stalls;
-use crate::channels::Channels;
 use crate::error::os;
 use crate::link::{Pong, exchanges};
 use crate::mover::{Guest, SourceFigures, SourceVm, receive_by};
@@ -55,7 +54,7 @@ impl Round {
 /// The conditions of all rows of a column.
 #[derive(Clone, Copy)]
 pub(super) struct Conditions<'a> {
-    pub(super) setting: &'a LatencySetting,
+    pub(super) flags: &'a LatencyFlags,
     pub(super) hosts: &'a TwoHosts,
     pub(super) column: &'a Column,
     pub(super) qemu: Option<&'a Qemu>,
@@ -86,13 +85,13 @@ impl Conditions<'_> {
 
     /// The longest time for `bytes` over the link.
     pub(super) fn limit(self, bytes: u64) -> Duration {
-        let seconds = bytes as f64 / self.setting.rate.bytes_per_second() as f64;
+        let seconds = bytes as f64 / self.flags.rate.bytes_per_second() as f64;
         SLACK + Duration::from_secs_f64(seconds) * 4
     }
 
     /// `sent` bytes to those that the link can carry meanwhile, in percent.
     pub(super) fn link_busy_percent(self, sent: u64, seconds: f64) -> f64 {
-        sent as f64 * 100.0 / (seconds * self.setting.rate.bytes_per_second() as f64)
+        sent as f64 * 100.0 / (seconds * self.flags.rate.bytes_per_second() as f64)
     }
 }
 
@@ -108,37 +107,28 @@ fn within<T: Send>(
 /// Moves a VM whose guest starts when it has moved.
 fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError> {
     let Conditions {
-        setting,
+        flags,
         hosts,
         column,
         ..
     } = conditions;
-    let memory_bytes = setting.memory_of(column.host_page, mode);
-    let tls = setting.tls.clone().filter(|_| column.tls);
+    let memory_bytes = flags.memory_of(column.host_page, mode);
+    let guest = match mode {
+        Mode::InOrder | Mode::InOrderNoPrefetch => Guest::InOrder,
+        _ => Guest::Toucher,
+    };
+    let engine = flags.engine_of(column.host_page);
     let source = SourceVm {
-        engine: setting.engine_of(column.host_page),
-        vcpus: column.vcpus,
-        memory_bytes,
         backing: column.host_page.backing(),
-        used_bytes: memory_bytes,
-        passes: 0,
         push: mode != Mode::Idle,
         preempt: mode != Mode::Vanilla,
         prefetch: !matches!(
             mode,
             Mode::Vanilla | Mode::NoPrefetch | Mode::InOrderNoPrefetch
         ),
-        guest: match mode {
-            Mode::InOrder | Mode::InOrderNoPrefetch => Guest::InOrder,
-            _ => Guest::Toucher,
-        },
-        channels: Channels {
-            bulk: 1,
-            tls: tls.clone(),
-        },
+        ..SourceVm::new(engine, column.vcpus, memory_bytes, guest)
     };
     let config = DestinationConfig {
-        tls: tls.map(Into::into),
         plain: PlainPolicy::Anywhere,
         ..DestinationConfig::default()
     };

@@ -1,10 +1,9 @@
 //! The rows of a column: the figures of its modes, and its aims, judged by the rounds that count.
 
 use super::round::{Measured, Round};
-use super::setting::{Column, HostPage, LatencySetting, Mode};
-use super::stalls::buckets;
+use super::setting::{Column, HostPage, LatencyFlags, Mode};
 use crate::Samples;
-use crate::output::{Chart, Output};
+use crate::output::Output;
 use crate::row::{Bound, Conditions, Row};
 use pageferry_charts::time;
 
@@ -77,8 +76,8 @@ fn aims(column: &Column) -> Vec<(usize, Baseline, Bound)> {
     all
 }
 
-/// Adds the rows and the charts of a column.
-pub(super) fn add(output: &mut Output, setting: &LatencySetting, column: &Column, all: &[Round]) {
+/// Adds the rows of a column.
+pub(super) fn add(output: &mut Output, flags: &LatencyFlags, column: &Column, all: &[Round]) {
     let counted: Vec<&Round> = all.iter().filter(|round| round.noise.is_quiet()).collect();
     let noisy = counted.len() < MIN_ROUNDS;
     let rounds = if noisy {
@@ -105,21 +104,17 @@ pub(super) fn add(output: &mut Output, setting: &LatencySetting, column: &Column
         for (case, unit, of) in CASES {
             let samples: Samples = figures(&rounds, mode, of).collect();
             if !samples.is_empty() {
-                let how = conditions(setting, column, mode, &rounds);
+                let how = conditions(flags, column, mode, &rounds);
                 output
                     .rows
                     .push(samples.row(case, subject(column, mode), unit, how));
             }
         }
-        if let Some(chart) = chart(mode, &rounds) {
-            let heading = format!("{}: {}", column.name(), mode.name());
-            output.charts.push((heading, chart));
-        }
     }
-    if setting.rate.bytes_per_second() == AIMED_RATE {
+    if flags.rate.bytes_per_second() == AIMED_RATE {
         let judged = aims(column)
             .into_iter()
-            .filter_map(|aim| judge(setting, column, &counted, aim));
+            .filter_map(|aim| judge(flags, column, &counted, aim));
         output.rows.extend(judged);
     }
 }
@@ -128,19 +123,14 @@ fn subject(column: &Column, mode: Mode) -> String {
     format!("{}, {}", mode.name(), column.name())
 }
 
-fn conditions(
-    setting: &LatencySetting,
-    column: &Column,
-    mode: Mode,
-    rounds: &[&Round],
-) -> Conditions {
+fn conditions(flags: &LatencyFlags, column: &Column, mode: Mode, rounds: &[&Round]) -> Conditions {
     let note = format!(
         "{} by {}; {} rounds count",
-        setting.engine_of(column.host_page),
-        setting.rate,
+        flags.engine_of(column.host_page),
+        flags.rate,
         rounds.len()
     );
-    let memory = setting.memory_of(column.host_page, mode);
+    let memory = flags.memory_of(column.host_page, mode);
     let delivery = rounds.iter().find_map(|round| round.row(mode)?.delivery);
     Conditions::here(column.vcpus, memory, note).with_delivery(delivery)
 }
@@ -154,14 +144,14 @@ fn figures<'a>(rounds: &'a [&Round], mode: Mode, of: Of) -> impl Iterator<Item =
 /// The row of an aim. Its ratio is the median of those within the rounds. Too few rounds give no
 /// verdict.
 fn judge(
-    setting: &LatencySetting,
+    flags: &LatencyFlags,
     column: &Column,
     rounds: &[&Round],
     (case, baseline, bound): (usize, Baseline, Bound),
 ) -> Option<Row> {
     let (name, unit, of) = CASES[case];
     let ours: Samples = figures(rounds, Mode::Preempt, of).collect();
-    let how = conditions(setting, column, Mode::Preempt, rounds);
+    let how = conditions(flags, column, Mode::Preempt, rounds);
     let mut row = ours.row(name, subject(column, Mode::Preempt), unit, how);
     if let Some((mode, case)) = baseline {
         let ratios: Samples = rounds
@@ -189,21 +179,4 @@ fn judge(
         true => row,
         false => Row { met: None, ..row },
     })
-}
-
-/// The histogram of a mode, with its quantiles.
-fn chart(mode: Mode, rounds: &[&Round]) -> Option<Chart> {
-    let rows: Vec<&Measured> = rounds.iter().filter_map(|round| round.row(mode)).collect();
-    let buckets = buckets(rows.iter().map(|row| &row.stalls));
-    if buckets.is_empty() {
-        return None;
-    }
-    let marks = [("mean", MEAN), ("p50", P50), ("p99", P99)].map(|(name, case)| {
-        let us = figures(rounds, mode, CASES[case].2)
-            .collect::<Samples>()
-            .median();
-        (format!("{name} {}", time(us)), us)
-    });
-    let [x, y] = ["stall (logarithmic)", "stalls (logarithmic)"];
-    Some(pageferry_charts::histogram(&buckets, &marks, x, y))
 }

@@ -1,12 +1,15 @@
 //! What a run measures.
 
 use crate::BenchError;
-use crate::channels::TlsFlags;
-use crate::vm::isa_of;
+use crate::args::{Common, PeerFlag};
+use crate::vm::{check_host_memory, isa_of};
+use clap::{Args, ValueEnum, value_parser};
 use pageferry_guest::MemoryMap;
+use pageferry_harness::size;
 use pageferry_hosts::Rate;
-use pageferry_machine::{Backing, Engine};
-use std::path::PathBuf;
+use pageferry_machine::{Backing, Engine, EngineChoice};
+use pageferry_testkit::qemu;
+use std::path::{Path, PathBuf};
 
 /// A row: the way of a requested page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +67,6 @@ impl Mode {
     }
 
     /// The name in tables.
-    #[must_use]
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Vanilla => "vanilla",
@@ -92,23 +94,23 @@ pub(super) struct QemuSwitches {
 }
 
 /// The size of the pages behind the guest, at both ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum HostPage {
-    /// 4 KiB of shared memory.
+    /// 4 KiB of shared memory
+    #[value(name = "4k")]
     Size4K,
-    /// 2 MiB of the pool of huge pages. Only KVM maps such a page whole.
+    /// 2 MiB of the pool of huge pages. Only KVM maps such a page whole
+    #[value(name = "2m")]
     Size2M,
 }
 
 impl HostPage {
     /// The size in bytes.
-    #[must_use]
     pub(crate) const fn bytes(self) -> u64 {
         self.backing().page_size().bytes()
     }
 
     /// The name in tables.
-    #[must_use]
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Size4K => "4 KiB",
@@ -131,76 +133,104 @@ pub(crate) struct Column {
     pub(crate) host_page: HostPage,
     /// The number of vCPUs, all of which write.
     pub(crate) vcpus: u32,
-    /// Whether the channels use TLS. The floor never does.
-    pub(crate) tls: bool,
     /// The congestion control of TCP on both hosts.
     pub(crate) congestion: String,
 }
 
 impl Column {
     /// The column in words.
-    #[must_use]
     pub(crate) fn name(&self) -> String {
         format!(
-            "{} pages, {} vCPU{}, {}, {}",
+            "{} pages, {} vCPU{}, plain, {}",
             self.host_page.name(),
             self.vcpus,
             if self.vcpus == 1 { "" } else { "s" },
-            if self.tls { "TLS" } else { "plain" },
             self.congestion
         )
     }
 }
 
-/// The settings of a run.
-#[derive(Clone, Debug)]
-pub(crate) struct LatencySetting {
-    /// The engine of guests on pages of 4 KiB. Guests on pages of 2 MiB run on KVM.
-    pub(crate) engine: Engine,
-    /// The columns.
-    pub(crate) columns: Vec<Column>,
-    /// The rate of the link, in each direction.
-    pub(crate) rate: Rate,
-    /// Guest memory, in bytes.
-    pub(crate) memory_bytes: u64,
-    /// The number of rounds. Each measures all rows of all columns once.
-    pub(crate) rounds: u32,
-    /// The files for columns with TLS, the same at both ends.
-    pub(crate) tls: Option<TlsFlags>,
-    /// The QEMU to measure beside, in columns with 4 KiB pages and without TLS.
-    pub(crate) qemu: Option<PathBuf>,
+/// `pageferry-bench postcopy-latency`.
+#[derive(Debug, Args)]
+pub(crate) struct LatencyFlags {
+    /// The engine of guests on pages of 4 KiB. Guests on pages of 2 MiB run on kvm
+    #[arg(long, default_value = "soft", value_name = "kvm|soft")]
+    engine: Engine,
+    /// Sizes of the pages behind the guest, at both ends [default: 4k,2m; with --quick 4k]
+    #[arg(
+        long,
+        value_name = "4k,2m",
+        value_delimiter = ',',
+        value_enum,
+        ignore_case = true
+    )]
+    pages: Vec<HostPage>,
+    /// Numbers of vCPUs
+    #[arg(short, long, value_name = "N,..", default_value = "1,16", value_delimiter = ',', value_parser = value_parser!(u32).range(1..=64))]
+    vcpus: Vec<u32>,
+    /// Congestion controls of TCP, such as cubic,bbr
+    #[arg(
+        long,
+        value_name = "NAME,..",
+        default_value = "cubic",
+        value_delimiter = ','
+    )]
+    congestion: Vec<String>,
+    /// The rate of the link in each direction: a number with bit, kbit, mbit or gbit. Verdicts are
+    /// for 1gbit
+    #[arg(long, value_name = "RATE", default_value = "1gbit")]
+    pub(super) rate: Rate,
+    /// Guest memory: a whole number and K, M or G (powers of 1024) [default: 256M; with --quick
+    /// 32M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory: Option<u64>,
+    /// Measure another hypervisor beside: the same guest program over the same link, emulated, in
+    /// columns with 4 KiB pages
+    #[arg(long, value_name = "qemu", value_enum)]
+    peer: Option<PeerFlag>,
+    /// The program of the peer
+    #[arg(long, value_name = "FILE", default_value = qemu::PROGRAM, requires = "peer")]
+    peer_program: PathBuf,
+    #[command(flatten)]
+    pub(crate) common: Common,
 }
 
-impl LatencySetting {
-    /// QEMU's name in the search path.
-    pub(crate) const QEMU: &str = pageferry_testkit::qemu::PROGRAM;
-    /// The rounds of a full run.
-    pub(crate) const ROUNDS: u32 = 9;
-    /// Guest memory of a full run, in bytes.
-    pub(crate) const MEMORY: u64 = 256 << 20;
-    /// Guest memory of a quick run, in bytes.
-    pub(crate) const QUICK_MEMORY: u64 = 32 << 20;
-    /// The most vCPUs.
-    pub(crate) const MAX_VCPUS: u32 = 64;
+impl LatencyFlags {
+    /// The number of rounds. Each measures all rows of all columns once.
+    pub(super) fn rounds(&self) -> u32 {
+        self.common.rounds(9, 1)
+    }
 
-    /// All combinations, in the order of the tables.
-    #[must_use]
-    pub(crate) fn columns(
-        host_pages: &[HostPage],
-        vcpus: &[u32],
-        tls: &[bool],
-        congestion: &[String],
-    ) -> Vec<Column> {
+    /// The QEMU to measure beside, in columns with 4 KiB pages.
+    pub(super) fn qemu(&self) -> Option<&Path> {
+        self.peer.map(|_| &*self.peer_program)
+    }
+
+    /// Guest memory, in bytes.
+    pub(super) fn memory(&self) -> u64 {
+        let default = if self.common.quick { 32 } else { 256 };
+        self.memory.unwrap_or(default << 20)
+    }
+
+    /// All combinations once, in the order of the tables.
+    pub(super) fn columns(&self) -> Vec<Column> {
+        let pages: &[HostPage] = match (&*self.pages, self.common.quick) {
+            ([], false) => &[HostPage::Size4K, HostPage::Size2M],
+            ([], true) => &[HostPage::Size4K],
+            (named, _) => named,
+        };
         let mut columns = Vec::new();
-        for &host_page in host_pages {
-            for &vcpus in vcpus {
-                for &tls in tls {
-                    columns.extend(congestion.iter().map(|congestion| Column {
+        for &host_page in pages {
+            for &vcpus in &self.vcpus {
+                for congestion in &self.congestion {
+                    let column = Column {
                         host_page,
                         vcpus,
-                        tls,
                         congestion: congestion.clone(),
-                    }));
+                    };
+                    if !columns.contains(&column) {
+                        columns.push(column);
+                    }
                 }
             }
         }
@@ -208,8 +238,7 @@ impl LatencySetting {
     }
 
     /// The engine of a column's guests.
-    #[must_use]
-    pub(crate) const fn engine_of(&self, host_page: HostPage) -> Engine {
+    pub(super) const fn engine_of(&self, host_page: HostPage) -> Engine {
         match host_page {
             HostPage::Size4K => self.engine,
             HostPage::Size2M => Engine::Kvm,
@@ -218,7 +247,6 @@ impl LatencySetting {
 
     /// The memory of a row's guest, in bytes. Without a push every page is a stall, so a part of
     /// the memory gives enough of them.
-    #[must_use]
     pub(super) fn memory_of(&self, host_page: HostPage, mode: Mode) -> u64 {
         let part = match (mode, host_page) {
             (Mode::Idle, HostPage::Size4K) => 8,
@@ -226,38 +254,48 @@ impl LatencySetting {
             _ => 1,
         };
         let huge = HostPage::Size2M.bytes();
-        (self.memory_bytes / part / huge * huge).max(8 * huge)
+        (self.memory() / part / huge * huge).max(8 * huge)
     }
 
     /// # Errors
     /// [`BenchError::Setting`] for memory that is not whole pages of 2 MiB, too small, or too large
-    /// for QEMU's guest.
+    /// for this host or for QEMU's guest.
     pub(super) fn check(&self) -> Result<(), BenchError> {
-        let page = HostPage::Size2M.bytes();
+        pageferry_machine::select(EngineChoice::Only(self.engine))?;
+        let (page, memory) = (HostPage::Size2M.bytes(), self.memory());
         let least = 16 * page;
-        if self.memory_bytes < least || !self.memory_bytes.is_multiple_of(page) {
+        if memory < least || !memory.is_multiple_of(page) {
             return Err(BenchError::Setting(format!(
-                "{} bytes of guest memory: expected a multiple of 2 MiB, and {} MiB at least",
-                self.memory_bytes,
+                "{memory} bytes of guest memory: expected a multiple of 2 MiB, and {} MiB at least",
                 least >> 20
             )));
         }
-        if self.qemu.is_some() && self.memory_bytes > pageferry_testkit::qemu::MAX_MEMORY {
+        if self.peer.is_some() && memory > qemu::MAX_MEMORY {
             return Err(BenchError::Setting(format!(
                 "{} MiB of guest memory: a guest on QEMU can have at most {} MiB",
-                self.memory_bytes >> 20,
-                pageferry_testkit::qemu::MAX_MEMORY >> 20
+                memory >> 20,
+                qemu::MAX_MEMORY >> 20
             )));
         }
-        for column in &self.columns {
+        for column in self.columns() {
             let isa = isa_of(self.engine_of(column.host_page));
-            MemoryMap::new(
-                isa,
-                column.vcpus,
-                self.memory_of(column.host_page, Mode::Idle),
-            )?;
+            let least = self.memory_of(column.host_page, Mode::Idle);
+            MemoryMap::new(isa, column.vcpus, least)?;
         }
-        Ok(())
+        check_host_memory(2 * memory)
+    }
+}
+
+/// The flags of a command line.
+#[cfg(test)]
+pub(super) fn flags(more: &[&str]) -> LatencyFlags {
+    use crate::args::{Cli, Command};
+    let words = [&["pageferry-bench", "postcopy-latency"], more].concat();
+    match clap::Parser::parse_from(words) {
+        Cli {
+            command: Command::PostcopyLatency(flags),
+        } => flags,
+        other => panic!("another benchmark: {other:?}"),
     }
 }
 
@@ -265,56 +303,50 @@ impl LatencySetting {
 mod tests {
     use super::*;
 
-    fn setting(memory_bytes: u64) -> LatencySetting {
-        let congestion = ["cubic".to_owned(), "bbr".to_owned()];
-        let pages = [HostPage::Size4K, HostPage::Size2M];
-        LatencySetting {
-            engine: Engine::Soft,
-            columns: LatencySetting::columns(&pages, &[1, 16], &[false], &congestion),
-            rate: Rate::mbit(1000),
-            memory_bytes,
-            rounds: 1,
-            tls: None,
-            qemu: None,
-        }
+    #[test]
+    fn columns_are_all_combinations() {
+        let names = |more: &[&str]| -> Vec<_> {
+            let columns = flags(more).columns();
+            columns.iter().map(Column::name).collect()
+        };
+        let all = names(&["--pages", "4k,2M,4k", "--congestion", "cubic,bbr"]);
+        assert_eq!(all.len(), 8);
+        assert_eq!(all[0], "4 KiB pages, 1 vCPU, plain, cubic");
+        assert_eq!(all[7], "2 MiB pages, 16 vCPUs, plain, bbr");
+        assert_eq!((names(&[]).len(), names(&["--quick"]).len()), (4, 2));
     }
 
     #[test]
-    fn columns_are_all_combinations() {
-        let columns = setting(0).columns;
-        let names: Vec<_> = columns.iter().map(Column::name).collect();
-        assert_eq!(names.len(), 8);
-        assert_eq!(names[0], "4 KiB pages, 1 vCPU, plain, cubic");
-        assert_eq!(names[7], "2 MiB pages, 16 vCPUs, plain, bbr");
+    fn a_full_run_is_larger_than_a_quick_one() {
+        let (full, quick) = (flags(&[]), flags(&["--quick"]));
+        assert_eq!((full.rounds(), full.memory()), (9, 256 << 20));
+        assert_eq!((quick.rounds(), quick.memory()), (1, 32 << 20));
+        assert_eq!(full.rate.bytes_per_second(), 125_000_000);
     }
 
     #[test]
     fn a_guest_on_qemu_has_at_most_3_gib() {
-        let mut beside = setting(pageferry_testkit::qemu::MAX_MEMORY);
-        beside.qemu = Some(PathBuf::new());
-        beside.check().expect("a good setting");
-        beside.memory_bytes += 2 << 20;
-        let refused = beside.check().expect_err("too much").to_string();
+        let most = qemu::MAX_MEMORY.to_string();
+        let beside = flags(&["--peer", "qemu", "--memory", &most]);
+        assert_eq!(beside.qemu(), Some(Path::new("qemu-system-riscv64")));
+        let more = (qemu::MAX_MEMORY + (2 << 20)).to_string();
+        let refused = flags(&["--peer", "qemu", "--memory", &more]).check();
+        let refused = refused.expect_err("too much").to_string();
         assert!(refused.contains("at most 3072 MiB"), "{refused}");
-        beside.qemu = None;
-        beside.check().expect("no guest on QEMU");
+        assert_eq!(flags(&[]).qemu(), None);
     }
 
     #[test]
     fn memory_is_whole_huge_pages_for_every_row() {
-        for bytes in [0, 16 << 20, (64 << 20) + 4096] {
-            assert!(setting(bytes).check().is_err(), "{bytes}");
+        for size in ["16M", "65540K"] {
+            assert!(flags(&["--memory", size]).check().is_err(), "{size}");
         }
-        for bytes in [
-            LatencySetting::QUICK_MEMORY,
-            LatencySetting::MEMORY,
-            34 << 20,
-        ] {
-            let setting = setting(bytes);
-            setting.check().expect("a good setting");
+        for size in ["32M", "34M"] {
+            let flags = flags(&["--memory", size]);
+            flags.check().expect("a good setting");
             for page in [HostPage::Size4K, HostPage::Size2M] {
-                assert!(setting.memory_of(page, Mode::Idle).is_multiple_of(2 << 20));
-                assert_eq!(setting.memory_of(page, Mode::Preempt), bytes);
+                assert!(flags.memory_of(page, Mode::Idle).is_multiple_of(2 << 20));
+                assert_eq!(flags.memory_of(page, Mode::Preempt), flags.memory());
             }
         }
     }

@@ -1,7 +1,5 @@
 //! The stalls of one row in one round.
 
-use pageferry_charts::Bucket;
-
 /// The summary of stalls, in microseconds. Without stalls all values are 0.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Stalls {
@@ -12,8 +10,6 @@ pub(super) struct Stalls {
     pub(super) max_us: f64,
     pub(super) over_2ms_percent: f64,
     pub(super) over_4ms_percent: f64,
-    /// The first is below 1 us. The one at `n` is from 2^(n - 1) us to 2^n us.
-    pub(super) logs: Vec<u64>,
 }
 
 impl Stalls {
@@ -29,14 +25,6 @@ impl Stalls {
             let over = times.iter().filter(|(ns, _)| *ns > limit);
             over.map(|time| time.1).sum::<u64>() as f64 * 100.0 / count as f64
         };
-        let mut logs = Vec::new();
-        for (ns, n) in &times {
-            let at = (64 - (ns / 1000).leading_zeros()) as usize;
-            if logs.len() <= at {
-                logs.resize(at + 1, 0);
-            }
-            logs[at] += n;
-        }
         let us = |ns: u64| ns as f64 / 1000.0;
         Self {
             count,
@@ -46,7 +34,6 @@ impl Stalls {
             max_us: us(max),
             over_2ms_percent: over(2_000_000),
             over_4ms_percent: over(4_000_000),
-            logs,
         }
     }
 }
@@ -62,24 +49,6 @@ fn quantile(times: &[(u64, u64)], count: u64, q: f64) -> u64 {
         }
     }
     0
-}
-
-/// The bars of several rounds together, from the first that has stalls to the last.
-pub(super) fn buckets<'a>(of: impl Iterator<Item = &'a Stalls>) -> Vec<Bucket> {
-    let mut all: Vec<u64> = Vec::new();
-    for stalls in of {
-        all.resize(all.len().max(stalls.logs.len()), 0);
-        all.iter_mut()
-            .zip(&stalls.logs)
-            .for_each(|(sum, more)| *sum += more);
-    }
-    let bars = all.into_iter().enumerate().map(|(at, count)| Bucket {
-        // The first is below 1 us, and a logarithmic axis has no 0.
-        from_us: 2f64.powi(at as i32 - 1),
-        to_us: 2f64.powi(at as i32),
-        count,
-    });
-    bars.skip_while(|bar| bar.count == 0).collect()
 }
 
 #[cfg(test)]
@@ -106,26 +75,5 @@ mod tests {
     fn a_share_counts_only_times_above_its_bound() {
         let stalls = Stalls::of([(2_000_000, 1), (2_000_001, 1)]);
         assert_eq!(stalls.over_2ms_percent, 50.0);
-    }
-
-    #[test]
-    fn bars_are_powers_of_two_and_those_of_rounds_add_up() {
-        let one = Stalls::of([(999, 1), (1000, 2), (1999, 3), (2000, 4)]);
-        let two = Stalls::of([(4_096_000, 5)]);
-        let bars = buckets([&one, &two].into_iter());
-        assert_eq!(bars.len(), 14);
-        let bar = |from_us, to_us, count| Bucket {
-            from_us,
-            to_us,
-            count,
-        };
-        assert_eq!(
-            bars[..3],
-            [bar(0.5, 1.0, 1), bar(1.0, 2.0, 5), bar(2.0, 4.0, 4)]
-        );
-        assert_eq!(bars[13], bar(4096.0, 8192.0, 5));
-        let only = buckets([&two].into_iter());
-        assert_eq!(only, [bar(4096.0, 8192.0, 5)]);
-        assert!(buckets(std::iter::empty()).is_empty());
     }
 }

@@ -1,12 +1,12 @@
 //! Loading all memory at a rate, beside a VM that touches pages.
 
+use super::drop_cache;
 use super::paced::{self, Paced};
 use super::vmm::{Memory, Restored};
 use crate::error::os;
 use crate::peer::Peer;
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note};
 use pageferry_pager::{Background, Name, Pager, Restore, Settings};
-use rustix::fs::{Advice, fadvise};
 use std::fs::File;
 use std::io;
 use std::num::NonZeroU64;
@@ -22,16 +22,13 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// Measures a load of `bytes` bytes, in `repeat` rounds.
 pub(super) fn measure(
-    setting: &Setting,
+    repeat: u32,
     scratch: &Path,
     (memory, bytes): (&Path, u64),
 ) -> Result<Vec<Row>, BenchError> {
     let [mut plain, mut rate, mut idle, mut busy] = [(); 4].map(|()| Samples::default());
-    for round in 1..=setting.repeat {
-        note(&format!(
-            "background load, round {round} of {}",
-            setting.repeat
-        ));
+    for round in 1..=repeat {
+        note(&format!("background load, round {round} of {repeat}"));
         let speed = bytes as f64 / read_all(memory)?.as_secs_f64();
         plain.push(speed);
         let (_, p99) = one(scratch, (memory, bytes), None)?;
@@ -58,29 +55,20 @@ pub(super) fn measure(
     ])
 }
 
-/// Drops the file from the page cache.
-fn drop_cache(memory: &Path) -> Result<File, BenchError> {
-    let failed = |source: io::Error| BenchError::Os {
-        what: "cannot drop the memory file from the page cache",
-        source,
-    };
-    let file = File::open(memory).map_err(failed)?;
-    fadvise(&file, 0, None, Advice::DontNeed).map_err(|errno| failed(errno.into()))?;
-    Ok(file)
-}
-
 /// The time of a plain read of the whole file.
 fn read_all(memory: &Path) -> Result<Duration, BenchError> {
-    let mut file = drop_cache(memory)?;
+    let mut file = opened_cold(memory)?;
     let began = Instant::now();
     let mut buffer = vec![0; 1 << 20];
-    loop {
-        let read = io::Read::read(&mut file, &mut buffer);
-        match read.map_err(os("cannot read the memory file"))? {
-            0 => return Ok(began.elapsed()),
-            _ => continue,
-        }
-    }
+    while io::Read::read(&mut file, &mut buffer).map_err(os("cannot read the memory file"))? > 0 {}
+    Ok(began.elapsed())
+}
+
+/// The memory file, of which nothing is in the page cache.
+fn opened_cold(memory: &Path) -> Result<File, BenchError> {
+    let file = File::open(memory).map_err(os("cannot open the memory file"))?;
+    drop_cache(&file)?;
+    Ok(file)
 }
 
 /// One VM: the time until all memory was there, and the 99th percentile of its touches.
@@ -89,18 +77,17 @@ fn one(
     (memory, bytes): (&Path, u64),
     most: Option<NonZeroU64>,
 ) -> Result<(Duration, Duration), BenchError> {
-    let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
     let settings = Settings {
         directory: scratch.join("state"),
         ..Settings::default()
     };
-    drop_cache(memory)?;
-    let pager = Pager::start(settings).map_err(|why| failed(&why))?;
-    let name: Name = "load".parse().map_err(|why| failed(&why))?;
+    opened_cold(memory)?;
+    let pager = Pager::start(settings).map_err(BenchError::peer)?;
+    let name: Name = "load".parse().map_err(BenchError::peer)?;
     let socket = scratch.join("socket");
     let mut restore = Restore::new(memory, &socket);
     restore.background = most.map_or(Background::Off, Background::Rate);
-    pager.restore(&name, restore).map_err(|why| failed(&why))?;
+    pager.restore(&name, restore).map_err(BenchError::peer)?;
     let mut vmm = Peer::start(&Paced {
         vm: Restored {
             memory: Memory::Pager(socket),
@@ -124,7 +111,7 @@ fn one(
             break;
         }
         if began.elapsed() > LIMIT {
-            return Err(failed(&"the memory was not loaded in time"));
+            return Err(BenchError::peer("the memory was not loaded in time"));
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -132,7 +119,9 @@ fn one(
     let touches = paced::end(&mut vmm)?;
     drop(vmm);
     if !pager.wait_ended(&name, super::END) {
-        return Err(failed(&"the pager has not noticed the end of its VMM"));
+        return Err(BenchError::peer(
+            "the pager has not noticed the end of its VMM",
+        ));
     }
     Ok((took, touches.p99))
 }

@@ -11,11 +11,9 @@
 //! *Warm* means that the file is in the page cache, *cold* that it was dropped from there. *Peer*
 //! means that another host shares the file, over a link of 1 Gbit/s between two network namespaces.
 //! Its lower bound is the time that the working set alone needs on the link. It is left out without
-//! root. *Store* is a source whose reads take 20 ms longer, which is simulated, behind the cache of
-//! object stores.
+//! root.
 
 mod background;
-mod far;
 mod paced;
 mod packed;
 mod plain;
@@ -27,9 +25,11 @@ pub(crate) use paced::Paced;
 pub(crate) use restart::Restarted;
 pub(crate) use vmm::{Memory, Restored};
 
+use crate::args::Common;
 use crate::error::{os, scratch};
 use crate::peer::Peer;
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note};
+use pageferry_harness::size;
 use pageferry_pager::{
     Format, Mount, MountFile, MountFileStatus, MountSettings, Name, Owner, Pager, Restore,
     Settings, Stores, VmStatus, open_source,
@@ -40,20 +40,23 @@ use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 use vmm::{THREADS, Touched};
 
 /// The time in which a pager notices that a VMM has ended.
 const END: Duration = Duration::from_secs(30);
 
-/// The sizes of `bench restore`, in bytes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct RestoreSizes {
-    /// The memory of the VM.
-    pub(crate) memory: u64,
-    /// The part of it that the VM touches.
-    pub(crate) working_set: u64,
+/// `pageferry-bench restore`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct RestoreFlags {
+    /// The memory of the VM
+    #[arg(long, default_value = "1G", value_name = "SIZE", value_parser = size::parse)]
+    memory: u64,
+    /// The part of it that the VM touches, at most half
+    #[arg(long, default_value = "64M", value_name = "SIZE", value_parser = size::parse)]
+    working_set: u64,
+    #[command(flatten)]
+    pub(crate) common: Common,
 }
 
 /// A way to restore.
@@ -68,14 +71,12 @@ enum Way {
     Mount,
     /// A VM after another one of the same mount.
     MountAgain,
-    Far,
-    FarReplay,
     Peer,
     PeerReplay,
 }
 
 /// The ways, in the order of a round. Those over a link are the last.
-const WAYS: [(Way, bool); 13] = [
+const WAYS: [(Way, bool); 11] = [
     (Way::Mapping, false),
     (Way::Plain, false),
     (Way::Pager, false),
@@ -85,8 +86,6 @@ const WAYS: [(Way, bool); 13] = [
     (Way::Mapping, true),
     (Way::Pager, true),
     (Way::Replay, true),
-    (Way::Far, false),
-    (Way::FarReplay, false),
     (Way::Peer, false),
     (Way::PeerReplay, false),
 ];
@@ -101,8 +100,6 @@ fn subject(way: Way, cold: bool) -> String {
         Way::Pager => "pager",
         Way::Record => "pager that records",
         Way::Replay => "pager with replay",
-        Way::Far => return "pager, store at 20 ms (simulated)".to_owned(),
-        Way::FarReplay => return "pager with replay, store at 20 ms (simulated)".to_owned(),
         Way::Peer => return "pager, peer over 1 Gbit/s".to_owned(),
         Way::PeerReplay => return "pager with replay, peer over 1 Gbit/s".to_owned(),
         Way::Mount => "mount",
@@ -136,11 +133,16 @@ fn reads(mount: &Mount) -> u64 {
 ///
 /// # Errors
 /// [`BenchError`].
-pub(crate) fn restore(setting: &Setting, sizes: &RestoreSizes) -> Result<Vec<Row>, BenchError> {
+pub(crate) fn restore(flags: &RestoreFlags) -> Result<Vec<Row>, BenchError> {
+    if flags.working_set > flags.memory / 2 {
+        let why = "the working set is more than half of the memory: choose less";
+        return Err(BenchError::Setting(why.into()));
+    }
+    let repeat = flags.common.rounds(5, 1);
     let scratch = scratch()?;
     note("writing a memory file");
     let memory = scratch.path().join("memory");
-    write_memory(&memory, sizes.memory).map_err(os("cannot write a memory file"))?;
+    write_memory(&memory, flags.memory).map_err(os("cannot write a memory file"))?;
     let remote = Remote::start(&memory)?;
     let ways = match remote {
         Some(_) => WAYS.len(),
@@ -152,7 +154,7 @@ pub(crate) fn restore(setting: &Setting, sizes: &RestoreSizes) -> Result<Vec<Row
     let mut all: Vec<Figures> = (0..ways).map(|_| Figures::default()).collect();
     let file = File::open(&memory).map_err(os("the memory file"))?;
     let one = |cold| One {
-        sizes,
+        flags,
         scratch: scratch.path(),
         memory: &memory,
         file: &file,
@@ -168,18 +170,14 @@ pub(crate) fn restore(setting: &Setting, sizes: &RestoreSizes) -> Result<Vec<Row
     let may_mount = mounted.is_ok();
     drop(mounted);
     let is_possible = |way| may_mount || !matches!(way, Way::Mount | Way::MountAgain);
-    let mut transfer = Samples::default();
-    for round in 1..=setting.repeat {
-        let bare = far::transfer(&memory, sizes.memory, sizes.working_set)?;
-        transfer.push(bare.as_secs_f64() * 1e3);
+    for round in 1..=repeat {
         for ((way, cold), figures) in WAYS.into_iter().zip(&mut all) {
             if !is_possible(way) {
                 continue;
             }
             note(&format!(
-                "{}, round {round} of {}",
-                subject(way, cold),
-                setting.repeat
+                "{}, round {round} of {repeat}",
+                subject(way, cold)
             ));
             let (touched, faults) = one(cold).measure(way)?;
             figures.ms.push(touched.took.as_secs_f64() * 1e3);
@@ -191,84 +189,57 @@ pub(crate) fn restore(setting: &Setting, sizes: &RestoreSizes) -> Result<Vec<Row
             }
         }
     }
-    let mut rows = rows(sizes, &all, &transfer);
-    let file = (&*memory, sizes.memory);
-    rows.extend(background::measure(setting, scratch.path(), file)?);
-    rows.extend(packed::measure(setting, sizes, scratch.path())?);
-    rows.extend(restart::measure(setting, scratch.path())?);
+    let mut rows = rows(flags, &all);
+    let file = (&*memory, flags.memory);
+    rows.extend(background::measure(repeat, scratch.path(), file)?);
+    rows.extend(packed::measure(repeat, flags.memory, scratch.path())?);
+    rows.extend(restart::measure(repeat, scratch.path())?);
     Ok(rows)
 }
 
-fn rows(sizes: &RestoreSizes, all: &[Figures], transfer: &Samples) -> Vec<Row> {
-    let of = |way, cold| {
-        let at = WAYS.iter().position(|each| *each == (way, cold));
-        &all[at.expect("it is measured")]
-    };
-    let warm = of(Way::Mapping, false).ms.median();
+fn rows(flags: &RestoreFlags, all: &[Figures]) -> Vec<Row> {
+    let note = format!(
+        "no guest; {THREADS} threads touch {} MiB, every fourth page by a write",
+        flags.working_set >> 20
+    );
     let mut rows = Vec::new();
     for ((way, cold), figures) in WAYS.into_iter().zip(all) {
         if figures.ms.is_empty() {
             continue;
         }
-        let note = format!(
-            "no guest; {THREADS} threads touch {} MiB, every fourth page by a write",
-            sizes.working_set >> 20
-        );
         let row = |samples: &Samples, case, unit| {
-            let conditions = Conditions::here(0, sizes.memory, note.clone());
+            let conditions = Conditions::here(0, flags.memory, note.clone());
             samples.row(case, subject(way, cold), unit, conditions)
+        };
+        // The same figure of another way.
+        let beside = |row: Row, other: (Way, bool), of: fn(&Figures) -> &Samples, most: f64| {
+            let at = WAYS.iter().position(|each| *each == other);
+            let other_figure = of(&all[at.expect("it is measured")]).median();
+            row.against(subject(other.0, other.1), other_figure)
+                .aiming_at(Bound::RatioAtMost(most))
         };
         let time = row(&figures.ms, "restore.touched", "ms");
         rows.push(match (way, cold) {
-            (Way::Pager, false) => time
-                .against(
-                    subject(Way::Plain, false),
-                    of(Way::Plain, false).ms.median(),
-                )
-                .aiming_at(Bound::RatioAtMost(0.67)),
-            (Way::Replay, false) => time
-                .against(subject(Way::Mapping, false), warm)
-                .aiming_at(Bound::RatioAtMost(1.3)),
-            (Way::Pager | Way::Replay, true) => time
-                .against(
-                    subject(Way::Mapping, true),
-                    of(Way::Mapping, true).ms.median(),
-                )
-                .aiming_at(Bound::RatioAtMost(1.0)),
-            (Way::FarReplay, _) => time
-                .against("transfer of its blocks by 64 threads", transfer.median())
-                .aiming_at(Bound::RatioAtMost(1.2)),
-            (Way::Far, _) => time
-                .against(
-                    subject(Way::FarReplay, false),
-                    of(Way::FarReplay, false).ms.median(),
-                )
-                .aiming_at(Bound::RatioAtLeast(5.0)),
+            (Way::Pager, false) => beside(time, (Way::Plain, false), |other| &other.ms, 0.67),
+            (Way::Replay, false) => beside(time, (Way::Mapping, false), |other| &other.ms, 1.3),
+            (Way::Pager | Way::Replay, true) => {
+                beside(time, (Way::Mapping, true), |other| &other.ms, 1.0)
+            }
             (Way::Peer | Way::PeerReplay, _) => time.against(
                 "the working set at 1 Gbit/s",
-                sizes.working_set as f64 * 8e3 / remote::BITS as f64,
+                flags.working_set as f64 * 8e3 / remote::BITS as f64,
             ),
             _ => time,
         });
         rows.push(row(&figures.p50_us, "restore.touch_p50", "us"));
         let p99 = row(&figures.p99_us, "restore.touch_p99", "us");
-        rows.push(if (way, cold) == (Way::Pager, false) {
-            p99.against(
-                subject(Way::Plain, false),
-                of(Way::Plain, false).p99_us.median(),
-            )
-            .aiming_at(Bound::RatioAtMost(1.0))
-        } else {
-            p99
+        rows.push(match (way, cold) {
+            (Way::Pager, false) => beside(p99, (Way::Plain, false), |other| &other.p99_us, 1.0),
+            _ => p99,
         });
         let private = row(&figures.private, "restore.private", "B");
         rows.push(match way {
-            Way::MountAgain => private
-                .against(
-                    subject(Way::Mapping, false),
-                    of(Way::Mapping, false).private.median(),
-                )
-                .aiming_at(Bound::RatioAtMost(1.05)),
+            Way::MountAgain => beside(private, (Way::Mapping, false), |other| &other.private, 1.05),
             _ => private,
         });
         if !figures.faults.is_empty() {
@@ -295,7 +266,7 @@ fn write_memory(path: &Path, bytes: u64) -> std::io::Result<()> {
 
 /// One restore.
 struct One<'a> {
-    sizes: &'a RestoreSizes,
+    flags: &'a RestoreFlags,
     scratch: &'a Path,
     memory: &'a Path,
     file: &'a File,
@@ -322,7 +293,6 @@ impl One<'_> {
                 Ok((touched?, Some(faults?)))
             }
             Way::Pager | Way::Record | Way::Replay => self.by_pager(way, self.memory, &socket),
-            Way::Far | Way::FarReplay => self.by_pager(way, &far::address(self.memory), &socket),
             Way::Peer | Way::PeerReplay => {
                 let remote = self.remote.expect("it is measured with one only");
                 // The threads of the pager are there too, and so are their connections.
@@ -337,9 +307,7 @@ impl One<'_> {
                 let before = reads(&mount);
                 let touched = self.touch(Memory::File(file))?;
                 let faults = reads(&mount) - before;
-                mount
-                    .unmount()
-                    .map_err(|why| BenchError::Peer(why.to_string()))?;
+                mount.unmount().map_err(BenchError::peer)?;
                 Ok((touched, Some(faults)))
             }
         }
@@ -347,10 +315,9 @@ impl One<'_> {
 
     /// Mounts the memory file, without a page in the page cache.
     fn mount(&self) -> Result<Mount, BenchError> {
-        let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
-        let name: Name = MOUNTED.parse().map_err(|why| failed(&why))?;
+        let name: Name = MOUNTED.parse().map_err(BenchError::peer)?;
         let file = MountFile {
-            source: open_source(self.memory, Format::Raw).map_err(|why| failed(&why))?,
+            source: open_source(self.memory, Format::Raw).map_err(BenchError::peer)?,
             owner: Owner::default(),
             replay: None,
         };
@@ -359,7 +326,7 @@ impl One<'_> {
             files: [(name, file)].into(),
             ..MountSettings::default()
         };
-        Mount::start(settings).map_err(|why| failed(&why))
+        Mount::start(settings).map_err(BenchError::peer)
     }
 
     fn by_pager(
@@ -368,25 +335,26 @@ impl One<'_> {
         memory: &Path,
         socket: &Path,
     ) -> Result<(Touched, Option<u64>), BenchError> {
-        let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
         let settings = Settings {
             directory: self.scratch.join("state"),
-            stores: Stores::new([Remote::store(), Arc::new(far::Far)]),
+            stores: Stores::new([Remote::store()]),
             ..Settings::default()
         };
-        let pager = Pager::start(settings).map_err(|why| failed(&why))?;
-        let name: Name = "bench".parse().map_err(|why| failed(&why))?;
+        let pager = Pager::start(settings).map_err(BenchError::peer)?;
+        let name: Name = "bench".parse().map_err(BenchError::peer)?;
         let recording = self.scratch.join("recording");
         let mut restore = Restore::new(memory, socket);
         match way {
             Way::Record => restore.record = Some(recording),
-            Way::Replay | Way::FarReplay | Way::PeerReplay => restore.replay = Some(recording),
+            Way::Replay | Way::PeerReplay => restore.replay = Some(recording),
             _ => {}
         }
-        pager.restore(&name, restore).map_err(|why| failed(&why))?;
+        pager.restore(&name, restore).map_err(BenchError::peer)?;
         let touched = self.touch(Memory::Pager(socket.to_owned()))?;
         if !pager.wait_ended(&name, END) {
-            return Err(failed(&"the pager has not noticed the end of its VMM"));
+            return Err(BenchError::peer(
+                "the pager has not noticed the end of its VMM",
+            ));
         }
         let vm = pager.status(&name).and_then(|status| status.vm);
         let faults =
@@ -398,8 +366,8 @@ impl One<'_> {
     fn touch(&self, memory: Memory) -> Result<Touched, BenchError> {
         let mut vmm = Peer::start(&Restored {
             memory,
-            bytes: self.sizes.memory,
-            working_set: self.sizes.working_set,
+            bytes: self.flags.memory,
+            working_set: self.flags.working_set,
         })?;
         let ready = vmm.next_line()?;
         if ready != "ready" {
@@ -412,16 +380,17 @@ impl One<'_> {
 
     /// Drops the file from the page cache, or reads it into it.
     fn prepare_cache(&self) -> Result<(), BenchError> {
-        let what = "cannot change the page cache of the memory file";
         if self.cold {
-            fadvise(self.file, 0, None, Advice::DontNeed).map_err(|errno| BenchError::Os {
-                what,
-                source: errno.into(),
-            })
-        } else {
-            std::io::copy(&mut { self.file }, &mut std::io::sink())
-                .map(drop)
-                .map_err(|source| BenchError::Os { what, source })
+            return drop_cache(self.file);
         }
+        std::io::copy(&mut { self.file }, &mut std::io::sink())
+            .map(drop)
+            .map_err(os("cannot read the memory file"))
     }
+}
+
+/// Drops a file from the page cache.
+fn drop_cache(file: &File) -> Result<(), BenchError> {
+    fadvise(file, 0, None, Advice::DontNeed)
+        .map_err(os("cannot drop the memory file from the page cache"))
 }

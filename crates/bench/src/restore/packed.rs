@@ -1,9 +1,8 @@
 //! Packed snapshots: how fast they are made, and the price of diffs on diffs.
 
-use super::RestoreSizes;
 use crate::error::os;
 use crate::kit::Random;
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note};
 use pageferry_pager::{PackedSource, Source};
 use pageferry_snapshot::{Input, Options, Snapshot, pack};
 use std::fs::File;
@@ -20,17 +19,12 @@ const CHANGED: u64 = 64;
 const CHUNK: u64 = 64 << 10;
 
 /// Measures packing, opening and reading, in `repeat` rounds.
-pub(super) fn measure(
-    setting: &Setting,
-    sizes: &RestoreSizes,
-    scratch: &Path,
-) -> Result<Vec<Row>, BenchError> {
-    let bytes = sizes.memory;
+pub(super) fn measure(repeat: u32, bytes: u64, scratch: &Path) -> Result<Vec<Row>, BenchError> {
     note("packing snapshots");
     let memory = scratch.join("mixed");
     write_mixed(&memory, bytes).map_err(os("cannot write a memory file"))?;
     let mut speed = Samples::default();
-    for round in 0..setting.repeat {
+    for round in 0..repeat {
         let packed = scratch.join(format!("packed-{round}"));
         let began = Instant::now();
         packed_of(&memory, &packed, None)?;
@@ -42,21 +36,20 @@ pub(super) fn measure(
     packed_of(&memory, &flat, None)?;
 
     let [mut first, mut deep_all, mut flat_all] = [(); 3].map(|()| Samples::default());
-    for round in 1..=setting.repeat {
+    for round in 1..=repeat {
         note(&format!(
-            "reading a snapshot {DEPTH} diffs deep, round {round} of {}",
-            setting.repeat
+            "reading a snapshot {DEPTH} diffs deep, round {round} of {repeat}"
         ));
         let began = Instant::now();
-        let source = PackedSource::open(&deep).map_err(|why| wrong(&why))?;
-        source.read(0, &mut [0; 4096]).map_err(|why| wrong(&why))?;
+        let source = PackedSource::open(&deep).map_err(BenchError::peer)?;
+        source.read(0, &mut [0; 4096]).map_err(BenchError::peer)?;
         first.push(began.elapsed().as_secs_f64() * 1e3);
         for (path, all) in [(&deep, &mut deep_all), (&flat, &mut flat_all)] {
-            let source = PackedSource::open(path).map_err(|why| wrong(&why))?;
+            let source = PackedSource::open(path).map_err(BenchError::peer)?;
             let began = Instant::now();
             let mut buffer = vec![0; CHUNK as usize];
             for at in (0..bytes).step_by(CHUNK as usize) {
-                source.read(at, &mut buffer).map_err(|why| wrong(&why))?;
+                source.read(at, &mut buffer).map_err(BenchError::peer)?;
             }
             all.push(began.elapsed().as_secs_f64() * 1e3);
         }
@@ -77,10 +70,6 @@ pub(super) fn measure(
     ])
 }
 
-fn wrong(why: &dyn std::fmt::Display) -> BenchError {
-    BenchError::Peer(why.to_string())
-}
-
 fn packed_of(memory: &Path, packed: &Path, base: Option<&Snapshot>) -> Result<(), BenchError> {
     let file = File::open(memory).map_err(os("the memory file"))?;
     let options = Options {
@@ -88,24 +77,28 @@ fn packed_of(memory: &Path, packed: &Path, base: Option<&Snapshot>) -> Result<()
         ..Options::default()
     };
     let on = &mut |_, _| ControlFlow::Continue(());
-    pack(Input::File(&file), packed, options, on).map_err(|why| wrong(&why))?;
+    pack(Input::File(&file), packed, options, on).map_err(BenchError::peer)?;
     Ok(())
 }
 
 /// A snapshot with diffs, of which each changes another part of the memory. The memory file ends as
 /// the last one.
 fn deep(memory: &Path, bytes: u64, scratch: &Path) -> Result<PathBuf, BenchError> {
-    let failed = os("cannot change the memory file");
+    let os_failed = os("cannot change the memory file");
     let mut newest = scratch.join("deep-0");
     packed_of(memory, &newest, None)?;
-    let file = File::options().write(true).open(memory).map_err(failed)?;
+    let file = File::options()
+        .write(true)
+        .open(memory)
+        .map_err(os_failed)?;
     for diff in 1..=DEPTH {
         let mut random = Random::new(diff);
         for at in (diff * CHUNK..bytes).step_by((CHANGED * CHUNK) as usize) {
             let word = random.next() | 1;
-            file.write_all_at(&word.to_ne_bytes(), at).map_err(failed)?;
+            file.write_all_at(&word.to_ne_bytes(), at)
+                .map_err(os_failed)?;
         }
-        let base = Snapshot::open(&newest).map_err(|why| wrong(&why))?;
+        let base = Snapshot::open(&newest).map_err(BenchError::peer)?;
         newest = scratch.join(format!("deep-{diff}"));
         packed_of(memory, &newest, Some(&base))?;
     }

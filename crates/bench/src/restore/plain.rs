@@ -16,8 +16,7 @@ use std::time::Duration;
 pub(super) fn serve(listener: &UnixListener, memory: &File) -> Result<u64, BenchError> {
     let (stream, _) = listener.accept().map_err(os("cannot accept a VMM"))?;
     let bytes = memory.metadata().map_err(os("the memory file"))?.len();
-    let handshake = Handshake::receive(stream.as_fd(), bytes, None)
-        .map_err(|why| BenchError::Peer(why.to_string()))?;
+    let handshake = Handshake::receive(stream.as_fd(), bytes, None).map_err(BenchError::peer)?;
     let uffd = handshake.uffd;
     let region = handshake.regions[0];
     let mut reader = EventReader::new(1);
@@ -30,7 +29,7 @@ pub(super) fn serve(listener: &UnixListener, memory: &File) -> Result<u64, Bench
             stop: Some(stream.as_fd()),
         };
         let event = reader.next(&uffd, wait);
-        let Some(event) = event.map_err(|why| BenchError::Peer(why.to_string()))? else {
+        let Some(event) = event.map_err(BenchError::peer)? else {
             return Ok(faults);
         };
         let Event::PageFault(fault) = event else {

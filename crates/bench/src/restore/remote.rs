@@ -26,15 +26,14 @@ impl Remote {
             Err(Error::Unusable(_)) => return Ok(None),
             hosts => hosts?,
         };
-        let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
         let shares = Shares::of_files([("memory".to_owned(), memory.to_owned())]);
-        let shares = shares.map_err(|why| failed(&why))?;
+        let shares = shares.map_err(BenchError::peer)?;
         let server = netns::within(hosts.name(Host::A), || {
-            let listener = TcpListener::bind(ADDRESS).map_err(|why| failed(&why))?;
+            let listener = TcpListener::bind(ADDRESS).map_err(BenchError::peer)?;
             // Without certificates: the benchmark is of the protocol and the link.
-            Server::start(listener, shares, Protection::Insecure).map_err(|why| failed(&why))
+            Server::start(listener, shares, Protection::Insecure).map_err(BenchError::peer)
         });
-        let server = server.map_err(|why| failed(&why))??;
+        let server = server.map_err(BenchError::peer)??;
         Ok(Some(Self { hosts, server }))
     }
 
@@ -53,7 +52,6 @@ impl Remote {
         &self,
         work: impl FnOnce() -> Result<T, BenchError> + Send,
     ) -> Result<T, BenchError> {
-        netns::within(self.hosts.name(Host::B), work)
-            .map_err(|why| BenchError::Peer(why.to_string()))?
+        netns::within(self.hosts.name(Host::B), work).map_err(BenchError::peer)?
     }
 }

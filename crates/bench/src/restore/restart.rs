@@ -5,7 +5,7 @@ use super::vmm::{Memory, Restored};
 use super::write_memory;
 use crate::error::os;
 use crate::peer::{Part, Peer, read_line, send_line};
-use crate::{BenchError, Bound, Conditions, Row, Samples, Setting, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note};
 use pageferry_pager::{Name, Pager, Restore, Settings};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -40,17 +40,16 @@ impl Part for Restarted {
 
     /// Serves the VMs of a former pager, or new ones, until standard input ends.
     fn play(&self) -> Result<(), BenchError> {
-        let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
         let settings = Settings {
             directory: self.directory.clone(),
             ..Settings::default()
         };
-        let pager = Pager::start(settings).map_err(|why| failed(&why))?;
+        let pager = Pager::start(settings).map_err(BenchError::peer)?;
         let taken = pager.list().len();
         for vm in 0..if taken == 0 { VMS } else { 0 } {
-            let name: Name = format!("vm-{vm}").parse().map_err(|why| failed(&why))?;
+            let name: Name = format!("vm-{vm}").parse().map_err(BenchError::peer)?;
             let restore = Restore::new(&self.memory, self.socket(vm));
-            pager.restore(&name, restore).map_err(|why| failed(&why))?;
+            pager.restore(&name, restore).map_err(BenchError::peer)?;
         }
         send_line(&format!("ready {taken}"))?;
         read_line().map(drop)
@@ -58,14 +57,13 @@ impl Part for Restarted {
 }
 
 /// Measures a restart, in `repeat` rounds.
-pub(super) fn measure(setting: &Setting, scratch: &Path) -> Result<Vec<Row>, BenchError> {
+pub(super) fn measure(repeat: u32, scratch: &Path) -> Result<Vec<Row>, BenchError> {
     let memory = scratch.join("small");
     write_memory(&memory, MEMORY).map_err(os("cannot write a memory file"))?;
     let (mut served, mut longest) = (Samples::default(), Samples::default());
-    for round in 1..=setting.repeat {
+    for round in 1..=repeat {
         note(&format!(
-            "killing the pager of {VMS} VMs, round {round} of {}",
-            setting.repeat
+            "killing the pager of {VMS} VMs, round {round} of {repeat}"
         ));
         let pager = Restarted {
             directory: scratch.join(format!("restarted-{round}")),

@@ -3,8 +3,7 @@
 //! The other thread runs before the work begins. It has ended when the call returns, even by a
 //! panic.
 
-use crate::kit::{CacheLine, Random};
-use crate::schemes::per_operation;
+use crate::kit::{CacheLine, Random, shuffle};
 use crate::slots::input::{KEYS, Keys, PlainSlot, SlotSet};
 use crate::slots::scheme::{ByGfn, Change, Reader};
 use pageferry_addr::Gfn;
@@ -159,36 +158,6 @@ pub(crate) fn beside_running_writer(
         .filter(move |chunk| slow || (chunk.1 > 0.0 && chunk.1 * 3.0 >= best))
 }
 
-/// Nanoseconds to move a cache line from one core to another: half of a round trip between two
-/// threads that wait for each other's store. `None` if the threads did not get a core each.
-pub(crate) fn line_transfer(overhead: Duration) -> Option<f64> {
-    const TRIPS: usize = 100;
-    let (there, back) = (CacheLine(AtomicU64::new(0)), CacheLine(AtomicU64::new(0)));
-    let answer = |background: &Background| {
-        for _ in 0..1000 {
-            back.store(there.load(Ordering::Acquire), Ordering::Release);
-        }
-        background.add(1);
-    };
-    beside(answer, |background| {
-        let mut samples = Vec::new();
-        for sample in 0..20 {
-            if !background.meet(Duration::from_millis(20)) {
-                return None;
-            }
-            let start = Instant::now();
-            for trip in 1..=TRIPS {
-                let word = (sample * TRIPS + trip) as u64;
-                there.store(word, Ordering::Release);
-                while back.load(Ordering::Acquire) != word {}
-            }
-            samples.push(per_operation(start.elapsed(), overhead, 2 * TRIPS));
-        }
-        samples.sort_unstable_by(f64::total_cmp);
-        Some(samples[samples.len() / 2])
-    })
-}
-
 /// The slots and the free places of a set, in random order.
 #[derive(Clone, Debug)]
 pub(crate) struct Order {
@@ -201,8 +170,8 @@ impl Order {
     pub(crate) fn new(set: &SlotSet, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let (mut slots, mut free) = (set.slots().to_vec(), set.free().to_vec());
-        random.shuffle(&mut slots);
-        random.shuffle(&mut free);
+        shuffle(&mut random, &mut slots);
+        shuffle(&mut random, &mut free);
         Self { slots, free }
     }
 
@@ -265,14 +234,6 @@ mod tests {
         assert!(costs(false).eq([30.0, 31.0]));
         assert!(costs(true).eq([30.0, 10.0, 31.0, 11.0]));
         assert_eq!(beside_running_writer(&[(10.0, 0.0)], false).count(), 0);
-    }
-
-    #[test]
-    fn a_line_takes_some_time_to_another_core() {
-        // `None` on one core, or if this machine is too busy to give the threads two cores.
-        if let Some(cost) = line_transfer(Duration::ZERO) {
-            assert!(cost > 0.5, "{cost}");
-        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use pageferry_addr::Hva;
 use std::sync::OnceLock;
 use vm_memory::MmapRegion;
 
-/// The size of the reservation in bytes: room for [`super::SlotSet::MAX_SLOTS`] slots of the
+/// The size of the reservation in bytes: room for [`super::input::SlotSet::MAX_SLOTS`] slots of the
 /// largest size.
 pub(crate) const RESERVED_BYTES: u64 = 8 << 30;
 

@@ -5,7 +5,7 @@ use crate::schemes::{Sampler, per_operation};
 use crate::slots::Operation;
 use crate::slots::background::{Order, beside_reader, beside_running_writer, beside_writer};
 use crate::slots::input::{KEYS, Keys, PlainSlot, SlotSet};
-use crate::slots::scheme::{ByGfn, Change, Lookup, Payload, Reader, Scheme, SortedKeys};
+use crate::slots::scheme::{ByGfn, Change, Floor, Lookup, Reader, Scheme};
 use pageferry_addr::Gfn;
 use std::cell::Cell;
 use std::ops::ControlFlow;
@@ -259,7 +259,7 @@ fn by_gfn<R: Reader>(mut reader: R, step: Operation, input: &Input, sink: Sink<'
     }
 }
 
-impl<P: Payload> Subject<Input> for SortedKeys<P> {
+impl Subject<Input> for Floor {
     fn name(&self) -> &'static str {
         Self::NAME
     }

@@ -14,9 +14,7 @@ mod input;
 mod measure;
 mod operation;
 mod run;
-pub(crate) mod scheme;
+mod scheme;
 
-pub(crate) use host::RESERVED_BYTES;
-pub(crate) use input::SlotSet;
 use operation::Operation;
-pub(crate) use run::{Config, run};
+pub(crate) use run::{SlotFlags, slots};

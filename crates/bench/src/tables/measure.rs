@@ -3,13 +3,12 @@
 use super::Operation;
 use super::scheme::{Parallel, Scheme, Worker};
 use super::switches;
-use crate::kit::Random;
+use crate::kit::{Meeting, Random};
 use crate::schemes::per_operation;
 use crate::schemes::{self, Comparison, Subject, Wrong};
 use pageferry_addr::{Gfn, GfnRange, Pfn};
 use std::hint;
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -36,8 +35,6 @@ const FIRST: Gfn = Gfn(1 << 20);
 const OFFSET: u64 = 1 << 23;
 /// If two threads start a chunk further apart, they did not have a core each.
 const APART: Duration = Duration::from_micros(2);
-/// The number of spins before a waiting thread yields its core.
-const SPINS: u32 = 1 << 14;
 
 /// The frame that backs `gfn`.
 #[inline]
@@ -224,9 +221,9 @@ impl Input {
         sink: Sink<'_>,
     ) -> Result<(), Wrong> {
         let tables = S::tables();
-        let meeting = Meeting::new();
+        let meeting = Meeting::new(2);
         let go_over = |first: Gfn| {
-            let _leaving = Leaving(&meeting);
+            let _leaving = meeting.leaving();
             let mut worker = S::worker(&tables);
             let chunks = self.pages / self.pair_chunk;
             let mut times = Vec::with_capacity(chunks as usize);
@@ -237,7 +234,7 @@ impl Input {
                 }));
             }
             // The threads end together, so that neither frees tables during the other's last chunk.
-            meeting.meet(chunks + 1);
+            meeting.meet(chunks as usize + 1);
             times
         };
         let (here, there) = thread::scope(|scope| {
@@ -296,48 +293,4 @@ fn is_mapped<W: Worker>(worker: &mut W, gfn: Gfn) -> bool {
     // The whole translation must be computed, as for a TLB fill.
     let found = hint::black_box(worker.find(gfn));
     found.is_some_and(|found| found.pfn == frame(gfn))
-}
-
-/// A barrier of two threads.
-#[derive(Debug)]
-#[repr(align(128))]
-struct Meeting {
-    arrived: AtomicU64,
-    /// Whether a thread has left for good.
-    over: AtomicBool,
-}
-
-impl Meeting {
-    const fn new() -> Self {
-        Self {
-            arrived: AtomicU64::new(0),
-            over: AtomicBool::new(false),
-        }
-    }
-
-    /// Arrives for the `round`th time, counted from 1. Waits until the other thread has arrived as
-    /// often, or has left for good.
-    fn meet(&self, round: u64) {
-        self.arrived.fetch_add(1, Ordering::AcqRel);
-        let mut spins = 0;
-        while self.arrived.load(Ordering::Acquire) < 2 * round && !self.over.load(Ordering::Relaxed)
-        {
-            spins += 1;
-            if spins < SPINS {
-                hint::spin_loop();
-            } else {
-                spins = 0;
-                thread::yield_now();
-            }
-        }
-    }
-}
-
-/// Marks its thread as gone when it is dropped, even by a panic.
-struct Leaving<'a>(&'a Meeting);
-
-impl Drop for Leaving<'_> {
-    fn drop(&mut self) {
-        self.0.over.store(true, Ordering::Relaxed);
-    }
 }

@@ -21,10 +21,10 @@ mod allocator;
 mod measure;
 mod operation;
 mod run;
-pub(crate) mod scheme;
+mod scheme;
 mod switches;
 #[cfg(test)]
 mod tests;
 
 use operation::Operation;
-pub(crate) use run::{Config, run};
+pub(crate) use run::tables;

@@ -11,53 +11,10 @@ use super::scheme::{
 };
 #[cfg(target_arch = "x86_64")]
 use super::scheme::{Multiarch, OffsetTable};
-use crate::note;
+use crate::args::Common;
 use crate::row::{Bound, Row};
-use crate::schemes::{Aim, Figures, Rounds, RunError, Subjects, measure};
-
-/// The settings of a run.
-#[derive(Clone, Debug)]
-pub(crate) struct Config {
-    /// Pages of 4 KiB per thread: a multiple of both chunks, at most [`Self::MOST_PAGES`].
-    pub(crate) pages: u64,
-    /// Pages per chunk with one thread: a multiple of 512. A chunk is timed as a whole.
-    pub(crate) chunk: u64,
-    /// Pages per chunk with two threads: a multiple of 512. The threads start each chunk together.
-    /// Short chunks give them a chance to run at once on a busy machine.
-    pub(crate) pair_chunk: u64,
-    /// The number of rounds, at least 1. Figures are medians over the rounds. One more round comes
-    /// first and does not count.
-    pub(crate) rounds: u32,
-}
-
-impl Config {
-    /// The largest number of pages per thread: 8 GiB, which need 16 MiB of 4 KiB tables.
-    pub(crate) const MOST_PAGES: u64 = 1 << 21;
-
-    /// 128 MiB per thread, 5 rounds, a second or two: a check that everything works. Its figures
-    /// are noisier.
-    #[must_use]
-    pub(crate) fn quick() -> Self {
-        Self {
-            pages: 1 << 15,
-            chunk: 1 << 13,
-            pair_chunk: 1 << 12,
-            rounds: 5,
-        }
-    }
-}
-
-impl Default for Config {
-    /// 1 GiB per thread, 9 rounds.
-    fn default() -> Self {
-        Self {
-            pages: 1 << 18,
-            chunk: 1 << 16,
-            pair_chunk: 1 << 13,
-            rounds: 9,
-        }
-    }
-}
+use crate::schemes::{Aim, Figures, Subjects, measure};
+use crate::{BenchError, note};
 
 /// Measures all schemes.
 ///
@@ -65,38 +22,29 @@ impl Default for Config {
 /// all of them.
 ///
 /// # Errors
-/// If `config` cannot be measured, or a scheme gives a wrong answer.
-pub(crate) fn run(config: &Config) -> Result<Vec<Row>, RunError> {
-    let &Config {
-        pages,
-        chunk,
-        pair_chunk,
-        rounds,
-    } = config;
-    let whole =
-        |chunk: u64| chunk > 0 && chunk.is_multiple_of(TABLE_PAGES) && pages.is_multiple_of(chunk);
-    if !whole(chunk)
-        || !whole(pair_chunk)
-        || pages == 0
-        || pages > Config::MOST_PAGES
-        || rounds == 0
-    {
-        return Err(RunError::Pages {
-            pages,
-            chunk,
-            pair_chunk,
-            rounds,
-        });
-    }
+/// If a scheme gives a wrong answer.
+pub(crate) fn tables(common: &Common) -> Result<Vec<Row>, BenchError> {
+    // Short chunks give two threads a chance to run at once on a busy machine.
+    let (pages, chunk, pair_chunk) = match common.quick {
+        true => (1 << 15, 1 << 13, 1 << 12),
+        false => (1 << 18, 1 << 16, 1 << 13),
+    };
+    run(pages, chunk, pair_chunk, common.rounds(9, 5))
+}
+
+/// Maps `pages` pages per thread in chunks, which are timed one by one. With two threads the chunks
+/// have `pair_chunk` pages. All are multiples of [`TABLE_PAGES`].
+pub(super) fn run(
+    pages: u64,
+    chunk: u64,
+    pair_chunk: u64,
+    rounds: u32,
+) -> Result<Vec<Row>, BenchError> {
     let input = Input::new(pages, chunk, pair_chunk);
     // Twice the tables of two threads, because some tables wait for a grace period.
     allocator::keep_heap();
     allocator::fill((4 * pages / TABLE_PAGES) as usize + 64);
-    let rounds = Rounds {
-        counted: rounds,
-        warm_up: true,
-    };
-    let figures = measure(&input, &mut subjects(), None, rounds, note)?;
+    let figures = measure(&input, &mut subjects(), None, 0..=rounds, note)?;
     let note = format!(
         "a page of 4 KiB, {pages} pages per thread; with two threads, each thread's own time, and \
          tables of one writer are behind a mutex"

@@ -2,7 +2,7 @@
 
 use super::Operation;
 use super::measure::frame;
-use super::run::{Config, run};
+use super::run::run;
 #[cfg(target_pointer_width = "64")]
 use super::scheme::Aarch64Paging;
 use super::scheme::{
@@ -12,7 +12,7 @@ use super::scheme::{
 #[cfg(target_arch = "x86_64")]
 use super::scheme::{Multiarch, OffsetTable};
 use crate::kit::Random;
-use crate::schemes::{Operation as _, RunError};
+use crate::schemes::Operation as _;
 use pageferry_addr::{Gfn, GfnRange};
 use std::collections::BTreeMap;
 
@@ -199,13 +199,7 @@ fn ours_flushes_what_it_takes_away_and_nothing_else() {
 
 #[test]
 fn a_run_has_every_figure_of_every_scheme() {
-    let config = Config {
-        pages: 2 * TABLE_PAGES,
-        chunk: TABLE_PAGES,
-        pair_chunk: TABLE_PAGES,
-        rounds: 2,
-    };
-    let rows = run(&config).expect("a run");
+    let rows = run(2 * TABLE_PAGES, TABLE_PAGES, TABLE_PAGES, 2).expect("a run");
     let of = |operation: Operation, scheme: &str| {
         let mut rows = rows.iter();
         rows.find(|row| row.case == operation.case() && row.subject == scheme)
@@ -240,33 +234,4 @@ fn a_run_has_every_figure_of_every_scheme() {
     let judged = rows.iter().filter(|row| row.met.is_some());
     assert!(judged.clone().count() >= 8);
     assert!(judged.clone().all(|row| row.subject == Tdp::NAME));
-}
-
-#[test]
-fn what_cannot_be_measured_is_refused() {
-    for (pages, chunk, pair_chunk, rounds) in [
-        (0, 512, 512, 1),
-        (1024, 0, 512, 1),
-        (1024, 512, 0, 1),
-        (1024, 256, 512, 1),
-        (1024, 512, 256, 1),
-        (1024, 1536, 512, 1),
-        (1024, 512, 1536, 1),
-        (1024, 512, 512, 0),
-        (Config::MOST_PAGES + 512, 512, 512, 1),
-    ] {
-        let config = Config {
-            pages,
-            chunk,
-            pair_chunk,
-            rounds,
-        };
-        let refused = RunError::Pages {
-            pages,
-            chunk,
-            pair_chunk,
-            rounds,
-        };
-        assert_eq!(run(&config).err(), Some(refused));
-    }
 }

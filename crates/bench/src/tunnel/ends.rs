@@ -1,22 +1,58 @@
 //! A pair of tunnels, one in each host.
 
-use super::TunnelSetting;
+use super::TunnelFlags;
 use crate::BenchError;
-use crate::channels::TlsFlags;
 use crate::error::scratch;
 use crate::peer::{Part, Peer, kib_of, read_line, send, send_line};
 use pageferry_bridge::tunnel::{Config, Event, Far, Near, Observer, Route, SessionState};
 use pageferry_hosts::{Host, TwoHosts};
-use pageferry_migration::Listener;
 use pageferry_migration::address::Address;
 use pageferry_migration::handshake::PlainPolicy;
+use pageferry_migration::{Listener, Tls, TlsFiles};
 use pageferry_testkit::qemu::Streams;
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 use std::sync::Arc;
 use tempfile::TempDir;
 
 /// The port between the tunnels.
 const PORT: u16 = 4445;
+
+/// The files for TLS, the same at both ends.
+#[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args, Serialize, Deserialize)]
+pub(crate) struct TlsFlags {
+    /// Measure with TLS too: the certificate of both ends (PEM)
+    #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca", "peer_name"])]
+    tls_cert: Option<PathBuf>,
+    /// The key of the certificate (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// The authority that signed the certificate (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_ca: Option<PathBuf>,
+    /// The name in the certificate
+    #[arg(long, value_name = "NAME", requires = "tls_cert")]
+    peer_name: Option<String>,
+}
+
+impl TlsFlags {
+    pub(super) const fn is_given(&self) -> bool {
+        self.tls_cert.is_some()
+    }
+}
+
+impl From<TlsFlags> for Tls {
+    fn from(flags: TlsFlags) -> Self {
+        // The flags need each other, so all are there.
+        TlsFiles {
+            cert: flags.tls_cert.unwrap_or_default(),
+            key: flags.tls_key.unwrap_or_default(),
+            ca: flags.tls_ca.unwrap_or_default(),
+            peer_name: flags.peer_name,
+        }
+        .into()
+    }
+}
 
 /// One end of a tunnel, in a process of its own.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,8 +80,7 @@ impl Part for TunnelEnd {
     /// Carries streams until standard input ends. Each line on it asks for the memory that this
     /// process has taken since it was ready.
     fn play(&self) -> Result<(), BenchError> {
-        let failed = |why: &dyn std::fmt::Display| BenchError::Peer(why.to_string());
-        let parse = |text: &str| text.parse::<Address>().map_err(|why| failed(&why));
+        let parse = |text: &str| text.parse::<Address>().map_err(BenchError::peer);
         let config = Config {
             limits: pageferry_bridge::tunnel::Limits {
                 window: self.window,
@@ -56,7 +91,7 @@ impl Part for TunnelEnd {
             ..Config::default()
         };
         let routes = [Route {
-            name: "default".parse().map_err(|why| failed(&why))?,
+            name: "default".parse().map_err(BenchError::peer)?,
             address: parse(&self.vmm)?,
         }];
         let far = parse(&self.far)?;
@@ -64,11 +99,11 @@ impl Part for TunnelEnd {
         // Both live as long as this process.
         let (near, far) = if self.near {
             let near = Near::listen(&routes, far, config, observer);
-            (Some(near.map_err(|why| failed(&why))?), None)
+            (Some(near.map_err(BenchError::peer)?), None)
         } else {
-            let listener = Listener::bind(&far).map_err(|why| failed(&why))?;
+            let listener = Listener::bind(&far).map_err(BenchError::peer)?;
             let far = Far::listen(listener, &routes, config, observer);
-            (None, Some(far.map_err(|why| failed(&why))?))
+            (None, Some(far.map_err(BenchError::peer)?))
         };
         let before = peak_bytes()?;
         send_line("ready")?;
@@ -94,9 +129,9 @@ pub(super) struct Ends {
 
 impl Ends {
     pub(super) fn start(
-        setting: &TunnelSetting,
+        flags: &TunnelFlags,
         hosts: &TwoHosts,
-        tls: Option<&TlsFlags>,
+        tls: bool,
     ) -> Result<Self, BenchError> {
         let folder = scratch()?;
         let [a, b] = sockets(&folder);
@@ -105,8 +140,8 @@ impl Ends {
                 near: host == Host::A,
                 vmm,
                 far: format!("{}:{PORT}", hosts.address(Host::B)),
-                window: setting.window_bytes,
-                tls: tls.cloned(),
+                window: flags.window,
+                tls: tls.then(|| flags.tls.clone()),
             };
             let mut tunnel = Peer::start_in(hosts.name(host), &end)?;
             match tunnel.next_line()?.as_str() {

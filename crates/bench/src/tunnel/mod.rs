@@ -16,55 +16,54 @@ mod ends;
 mod moves;
 mod rows;
 
-pub(crate) use pageferry_hosts::Rate;
-
-use crate::channels::TlsFlags;
-use crate::{BenchError, Row, is_cancelled, note};
+use crate::args::Common;
+use crate::vm::check_host_memory;
+use crate::{BenchError, Row, is_cancelled, note, stop_on_interrupt};
 use ends::Ends;
 pub(crate) use ends::TunnelEnd;
 use moves::Move;
-use pageferry_hosts::{Link, TwoHosts};
-use pageferry_testkit::qemu::{Qemu, Streams};
+use pageferry_harness::size;
+use pageferry_hosts::{Link, Rate, TwoHosts};
+use pageferry_testkit::qemu::{self, Qemu, Streams};
 use rows::Rows;
 use std::path::PathBuf;
 
-/// The settings of a run.
-#[derive(Clone, Debug)]
-pub(crate) struct TunnelSetting {
-    /// The file of QEMU.
-    pub(crate) qemu: PathBuf,
-    /// The rate of the link, in each direction.
-    pub(crate) rate: Rate,
-    /// The memory of guests, in bytes.
-    pub(crate) memory_bytes: u64,
-    /// The bytes that a tunnel keeps at most until they are acknowledged.
-    pub(crate) window_bytes: u64,
-    /// The number of rounds. Each measures all rows once.
-    pub(crate) rounds: u32,
-    /// The files for tunnels with TLS, the same at both ends.
-    pub(crate) tls: Option<TlsFlags>,
+/// `pageferry-bench tunnel`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct TunnelFlags {
+    /// The program of QEMU for RV64
+    #[arg(long, value_name = "FILE", default_value = qemu::PROGRAM)]
+    peer_program: PathBuf,
+    /// The rate of the link in each direction: a number with bit, kbit, mbit or gbit
+    #[arg(long, value_name = "RATE", default_value = "1gbit")]
+    rate: Rate,
+    /// Guest memory: a whole number and K, M or G (powers of 1024) [default: 256M; with --quick
+    /// 32M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory: Option<u64>,
+    /// The bytes that a tunnel keeps at most until they are acknowledged
+    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = size::parse)]
+    window: u64,
+    #[command(flatten)]
+    tls: ends::TlsFlags,
+    #[command(flatten)]
+    pub(crate) common: Common,
 }
 
-impl TunnelSetting {
-    /// QEMU's name in the search path.
-    pub(crate) const QEMU: &str = pageferry_testkit::qemu::PROGRAM;
-    /// The rounds of a full run.
-    pub(crate) const ROUNDS: u32 = 5;
-    /// Guest memory of a full run, in bytes.
-    pub(crate) const MEMORY: u64 = 256 << 20;
-    /// Guest memory of a quick run, in bytes.
-    pub(crate) const QUICK_MEMORY: u64 = 32 << 20;
+impl TunnelFlags {
+    /// The memory of guests, in bytes.
+    fn memory(&self) -> u64 {
+        let default = if self.common.quick { 32 } else { 256 };
+        self.memory.unwrap_or(default << 20)
+    }
 
     fn check(&self) -> Result<(), BenchError> {
-        let most = pageferry_testkit::qemu::MAX_MEMORY;
-        if self.memory_bytes.is_multiple_of(8 << 20)
-            && (8 << 20..=most).contains(&self.memory_bytes)
-        {
-            return Ok(());
+        let (memory, most) = (self.memory(), qemu::MAX_MEMORY);
+        if memory.is_multiple_of(8 << 20) && (8 << 20..=most).contains(&memory) {
+            return check_host_memory(2 * memory);
         }
         Err(BenchError::Setting(format!(
-            "--memory {}: expected a multiple of 8 MiB, at most {} MiB",
-            self.memory_bytes,
+            "--memory {memory}: expected a multiple of 8 MiB, at most {} MiB",
             most >> 20
         )))
     }
@@ -103,7 +102,7 @@ impl Way {
 
 /// The conditions of all measurements of a run.
 struct Conditions<'a> {
-    setting: &'a TunnelSetting,
+    flags: &'a TunnelFlags,
     qemu: &'a Qemu,
     hosts: &'a TwoHosts,
 }
@@ -115,8 +114,7 @@ impl Conditions<'_> {
             let no_delay = way == Way::DirectNoDelay;
             return Ok((None, Streams::direct(self.hosts, no_delay)));
         }
-        let tls = self.setting.tls.as_ref().filter(|_| way == Way::TunnelTls);
-        let ends = Ends::start(self.setting, self.hosts, tls)?;
+        let ends = Ends::start(self.flags, self.hosts, way == Way::TunnelTls)?;
         let streams = ends.streams();
         Ok((Some(ends), streams))
     }
@@ -127,27 +125,30 @@ impl Conditions<'_> {
 /// # Errors
 /// [`BenchError::Hosts`] if this machine cannot have two hosts. [`BenchError::Setting`] if these
 /// settings cannot be measured. [`BenchError::Cancelled`]. Other errors if a process fails.
-pub(crate) fn tunnel(setting: &TunnelSetting) -> Result<Vec<Row>, BenchError> {
-    setting.check()?;
-    let qemu = Qemu::find(&setting.qemu).map_err(BenchError::Setting)?;
-    let hosts = TwoHosts::start(&Link::new(setting.rate))?;
+pub(crate) fn tunnel(flags: &TunnelFlags) -> Result<Vec<Row>, BenchError> {
+    flags.check()?;
+    // Before the namespaces: an interrupt must not end this process before they are removed.
+    stop_on_interrupt()?;
+    let rounds = flags.common.rounds(5, 1);
+    let qemu = Qemu::find(&flags.peer_program).map_err(BenchError::Setting)?;
+    let hosts = TwoHosts::start(&Link::new(flags.rate))?;
     let conditions = Conditions {
-        setting,
+        flags,
         qemu: &qemu,
         hosts: &hosts,
     };
     let mut rows = Rows::default();
-    for round in 1..=setting.rounds {
+    for round in 1..=rounds {
         for what in Move::ALL {
             for way in Way::ALL {
-                let lacks_files = way == Way::TunnelTls && setting.tls.is_none();
+                let lacks_files = way == Way::TunnelTls && !flags.tls.is_given();
                 if lacks_files || !what.has(way) {
                     continue;
                 }
-                let name = (what.name(), way.name(), setting.rounds);
                 note(&format!(
-                    "{}, {}, round {round} of {}",
-                    name.0, name.1, name.2
+                    "{}, {}, round {round} of {rounds}",
+                    what.name(),
+                    way.name()
                 ));
                 let measured = conditions.measure(what, way);
                 // An interrupt of the terminal ends the other processes too.
@@ -158,5 +159,5 @@ pub(crate) fn tunnel(setting: &TunnelSetting) -> Result<Vec<Row>, BenchError> {
             }
         }
     }
-    Ok(rows.rows(setting, &qemu))
+    Ok(rows.rows(flags, &qemu))
 }

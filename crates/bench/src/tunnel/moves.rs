@@ -95,7 +95,7 @@ impl Conditions<'_> {
     }
 
     fn urgent(&self, streams: &Streams) -> Result<Found, BenchError> {
-        let bytes = self.setting.memory_bytes;
+        let bytes = self.flags.memory();
         let guest = toucher(Engine::Soft, 1, bytes, u64::MAX, TouchOrder::Random)?;
         let pair = self.pair(guest.program(), &["postcopy-ram", "postcopy-preempt"])?;
         let stalls = pair.postcopy(streams)?.stalls.into_iter();
@@ -106,7 +106,7 @@ impl Conditions<'_> {
 
     /// Bytes of memory a second, of a guest that does not run.
     fn push(&self, streams: &Streams, multifd: bool) -> Result<f64, BenchError> {
-        let bytes = self.setting.memory_bytes;
+        let bytes = self.flags.memory();
         let guest = toucher(Engine::Soft, 1, bytes, u64::MAX, TouchOrder::Random)?;
         let capabilities: &[&str] = if multifd { &["multifd"] } else { &[] };
         let mut pair = self.pair(guest.program(), capabilities)?;
@@ -126,9 +126,9 @@ impl Conditions<'_> {
     /// Milliseconds from the last page that the guest has done at the source to the first one at
     /// the destination.
     fn blackout(&self, streams: &Streams) -> Result<f64, BenchError> {
-        let bytes = self.setting.memory_bytes;
+        let bytes = self.flags.memory();
         let workload = Workload::new(Isa::Rv64, 1, bytes)?;
-        let whole = bytes as f64 / self.setting.rate.bytes_per_second() as f64;
+        let whole = bytes as f64 / self.flags.rate.bytes_per_second() as f64;
         let precopy = Duration::from_secs_f64(whole * PRECOPY);
         let capabilities = ["postcopy-ram", "postcopy-preempt"];
         let mut pair = self.pair(workload.program(), &capabilities)?;

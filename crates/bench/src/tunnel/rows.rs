@@ -1,7 +1,7 @@
 //! The figures of all rounds, as rows.
 
 use super::moves::{Found, Move};
-use super::{TunnelSetting, Way};
+use super::{TunnelFlags, Way};
 use crate::{Bound, Conditions, Row, Samples};
 use pageferry_testkit::qemu::Qemu;
 use std::collections::BTreeMap;
@@ -86,10 +86,10 @@ impl Rows {
         }
     }
 
-    pub(super) fn rows(&self, setting: &TunnelSetting, qemu: &Qemu) -> Vec<Row> {
+    pub(super) fn rows(&self, flags: &TunnelFlags, qemu: &Qemu) -> Vec<Row> {
         let here = |note: &str| {
-            let note = format!("{note}; QEMU {}, {}", qemu.version, setting.rate);
-            Conditions::here(1, setting.memory_bytes, note)
+            let note = format!("{note}; QEMU {}, {}", qemu.version, flags.rate);
+            Conditions::here(1, flags.memory(), note)
         };
         let mut rows = Vec::new();
         for (&(name, what, way), samples) in &self.samples {
@@ -117,7 +117,7 @@ impl Rows {
             let subject = format!("{end}: {}, {}", what.name(), way.name());
             let how = here("most memory of the tunnel's process, less that before");
             let row = samples.row("tunnel.memory", subject, "B", how);
-            rows.push(row.against("--window", setting.window_bytes as f64));
+            rows.push(row.against("--window", flags.window as f64));
         }
         rows
     }

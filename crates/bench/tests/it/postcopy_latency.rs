@@ -76,7 +76,7 @@ fn the_json_and_the_page_have_every_row() {
         "one round gives no verdict"
     );
     let page = std::fs::read_to_string(&page).expect("the page was written");
-    assert_eq!(page.matches("<svg").count(), 7);
+    assert!(page.contains("class=\"bar\"") && page.contains("latency.p99"));
 }
 
 #[test]

@@ -14,7 +14,7 @@ mod swapped;
 mod tests;
 
 pub(crate) use array_copy::ArrayCopy;
-pub(crate) use floor::{Floor, Payload, RecordFloor, SortedKeys};
+pub(crate) use floor::Floor;
 pub(crate) use locked::LockedTree;
 pub(crate) use ours::Memslots;
 pub(crate) use rust_vmm::VmMemory;

@@ -6,7 +6,7 @@
 //! cores, the next thread in the order may have no core, and all threads wait for the scheduler. So
 //! measure it with a core for each thread.
 
-use crate::kit::CacheLine;
+use super::CacheLine;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// The lock. Each of its words has a cache line. So a thread that asks for the lock does not take

@@ -7,25 +7,70 @@
 //! A fault looks up its slot, and then does the rest of its work, the walk and the change of the
 //! tables, inside [`MemslotReader::lookup`]. So a wrapper of a [`Memslots`] can surround every
 //! fault of a [`pageferry_hypervisor::Vm`] without a change to the hypervisor. If the hypervisor
-//! moves that work elsewhere, the tests here fail.
+//! moves that work elsewhere, the tests of `demand_paging` fail.
 
-use super::ticket::TicketLock;
+use crate::kit::TicketLock;
 use pageferry_addr::{Gfn, Hva};
 use pageferry_hypervisor::{
     Found, Limits, MemslotReader, Memslots, Request, Scalable, Slot, SlotData, SlotError,
 };
 use std::cell::RefCell;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
-/// Code that runs around the faults of one VM. Each vCPU has a clone.
-pub(crate) trait Watch: Clone + Default + Send + 'static {
-    /// A fault begins.
-    fn began(&mut self) {}
+/// A vCPU's reader of the hypervisor's own scheme.
+type Reader = <Scalable as Memslots>::Reader;
 
-    /// The slot was found. `rest` does the remaining work of the fault.
-    fn found<R>(&mut self, rest: impl FnOnce() -> R) -> R;
+/// Code that runs around the faults of one VM. Each vCPU has a clone.
+pub(crate) trait Watch: Clone + Default + Send + Sync + 'static {
+    /// Looks up the slot. `rest` does the remaining work of the fault.
+    fn fault<R>(&mut self, reader: &mut Reader, gfn: Gfn, rest: impl FnOnce(Found<'_>) -> R) -> R;
+
+    /// Keeps faults out for as long as the result lives.
+    fn exclude(&self) -> impl Sized {}
+}
+
+/// The serialised MMU, for comparison: one lock around every fault, as in KVM before it took faults
+/// in parallel.
+///
+/// A fault holds the VM's lock from the slot look-up until its entry is in the tables. A sweep of
+/// the tables, for a dirty log or an MMU notifier, holds it as well. The code under the lock is
+/// that of [`Scalable`], so only the lock makes the difference.
+pub(crate) type Serialised = Watched<SpinLock>;
+
+/// A lock that spins, as the kernel's did, and then yields. If a vCPU does not get the lock in
+/// time, it leaves its guest and retries. The holder may be waiting for that vCPU to leave.
+#[derive(Clone, Default)]
+pub(crate) struct SpinLock(Arc<Mutex<()>>);
+
+impl Watch for SpinLock {
+    #[inline]
+    fn fault<R>(&mut self, reader: &mut Reader, gfn: Gfn, rest: impl FnOnce(Found<'_>) -> R) -> R {
+        let Some(_held) = acquire(&self.0) else {
+            return rest(Found::Invalid);
+        };
+        reader.lookup(gfn, rest)
+    }
+
+    fn exclude(&self) -> impl Sized {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Spins for some microseconds, then yields a few times. `None`: the lock stayed taken.
+fn acquire(lock: &Mutex<()>) -> Option<MutexGuard<'_, ()>> {
+    const SPINS: u32 = 2000;
+    const YIELDS: u32 = 20;
+    for turn in 0..SPINS + YIELDS {
+        match lock.try_lock() {
+            Ok(held) => return Some(held),
+            Err(TryLockError::Poisoned(held)) => return Some(held.into_inner()),
+            Err(TryLockError::WouldBlock) if turn < SPINS => std::hint::spin_loop(),
+            Err(TryLockError::WouldBlock) => std::thread::yield_now(),
+        }
+    }
+    None
 }
 
 /// One exclusive lock around the work of every fault, handed over in the order of arrival: the
@@ -34,19 +79,13 @@ pub(crate) trait Watch: Clone + Default + Send + 'static {
 #[derive(Clone, Default)]
 pub(crate) struct OrderedLock(Arc<TicketLock>);
 
-#[cfg(test)]
-impl OrderedLock {
-    /// Whether a fault holds the lock.
-    pub(super) fn is_held(&self) -> bool {
-        self.0.is_held()
-    }
-}
-
 impl Watch for OrderedLock {
     #[inline]
-    fn found<R>(&mut self, rest: impl FnOnce() -> R) -> R {
-        let _held = self.0.lock();
-        rest()
+    fn fault<R>(&mut self, reader: &mut Reader, gfn: Gfn, rest: impl FnOnce(Found<'_>) -> R) -> R {
+        reader.lookup(gfn, |found| {
+            let _held = self.0.lock();
+            rest(found)
+        })
     }
 }
 
@@ -63,7 +102,7 @@ pub(crate) struct FaultTimes {
 
 /// A clock. The thread that faulted, which is the vCPU's own, keeps the times.
 #[derive(Clone, Default)]
-pub(crate) struct Clock(Option<Instant>);
+pub(crate) struct Clock;
 
 thread_local! {
     static TIMES: RefCell<Vec<FaultTimes>> = const { RefCell::new(Vec::new()) };
@@ -92,26 +131,23 @@ impl Clock {
 
 impl Watch for Clock {
     #[inline]
-    fn began(&mut self) {
-        self.0 = Some(Instant::now());
-    }
-
-    #[inline]
-    fn found<R>(&mut self, rest: impl FnOnce() -> R) -> R {
-        let found = Instant::now();
-        let result = rest();
-        let end = Instant::now();
-        let ns = |from: Instant, to: Instant| {
-            u32::try_from(to.duration_since(from).as_nanos()).unwrap_or(u32::MAX)
-        };
-        let began = self.0.take().unwrap_or(found);
-        let timed = FaultTimes {
-            lookup: ns(began, found),
-            rest: ns(found, end),
-            missing: false,
-        };
-        TIMES.with_borrow_mut(|times| times.push(timed));
-        result
+    fn fault<R>(&mut self, reader: &mut Reader, gfn: Gfn, rest: impl FnOnce(Found<'_>) -> R) -> R {
+        let began = Instant::now();
+        reader.lookup(gfn, |slot| {
+            let found = Instant::now();
+            let result = rest(slot);
+            let end = Instant::now();
+            let ns = |from: Instant, to: Instant| {
+                u32::try_from(to.duration_since(from).as_nanos()).unwrap_or(u32::MAX)
+            };
+            let timed = FaultTimes {
+                lookup: ns(began, found),
+                rest: ns(found, end),
+                missing: false,
+            };
+            TIMES.with_borrow_mut(|times| times.push(timed));
+            result
+        })
     }
 }
 
@@ -123,12 +159,13 @@ pub(crate) struct Watched<W> {
 
 /// A reader of [`Watched`].
 pub(crate) struct WatchedReader<W> {
-    reader: <Scalable as Memslots>::Reader,
+    reader: Reader,
     watch: W,
 }
 
 // SAFETY: every call is delegated to `Scalable`, which keeps the contract. The watch changes
-// neither the found slot nor the moment when the caller learns of it.
+// neither the found slot nor the moment when the caller learns of it. A fault for which it finds
+// [`Found::Invalid`] changes nothing, and is retried.
 unsafe impl<W: Watch> Memslots for Watched<W> {
     type Reader = WatchedReader<W>;
     type Update<'a> = <Scalable as Memslots>::Update<'a>;
@@ -159,6 +196,10 @@ unsafe impl<W: Watch> Memslots for Watched<W> {
         self.slots.for_each_in_hva(hva, f);
     }
 
+    fn exclude(&self) -> impl Sized {
+        self.watch.exclude()
+    }
+
     fn reclaim(&mut self) {
         self.slots.reclaim();
     }
@@ -171,12 +212,24 @@ unsafe impl<W: Watch> Memslots for Watched<W> {
 impl<W: Watch> MemslotReader for WatchedReader<W> {
     #[inline]
     fn lookup<R>(&mut self, gfn: Gfn, f: impl FnOnce(Found<'_>) -> R) -> R {
-        let Self { reader, watch } = self;
-        watch.began();
-        reader.lookup(gfn, |found| watch.found(|| f(found)))
+        self.watch.fault(&mut self.reader, gfn, f)
     }
 
     fn refresh(&mut self) {
         self.reader.refresh();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lock_in_order_is_held_around_the_rest_of_a_fault() {
+        let slots = Watched::<OrderedLock>::new(Limits::default());
+        let lock = slots.watch.clone();
+        let held = || lock.0.is_held();
+        let inside = Memslots::reader(&slots).lookup(Gfn(0), |_| held());
+        assert!(inside && !held());
     }
 }
