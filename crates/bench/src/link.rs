@@ -2,19 +2,19 @@
 //! push next to the bare link.
 
 use crate::args::EngineFlags;
-use crate::exits::{exit_and_resume, gaps_us};
+use crate::demand_paging::exit_and_resume;
 use crate::mover::{Guest, SourceFigures, SourceVm, receive};
 use crate::peer::{LOOPBACK, Part, Peer, accept_one};
-use crate::vm::{Faults, LIMIT, create};
-use crate::{BenchError, Bound, Conditions, Row, Samples, note};
+use crate::vm::LIMIT;
+use crate::{BenchError, Bound, Conditions, Row, Samples, rounds};
 use pageferry_addr::PAGE_SIZE;
-use pageferry_machine::{Delivery, Engine};
+use pageferry_harness::deliveries_of;
+use pageferry_machine::{Backing, Delivery, Engine};
 use pageferry_migration::channel::{Connection, Spinner, Wait};
-use pageferry_migration::{DestinationConfig, DestinationReport, Resolver};
+use pageferry_migration::{DestinationConfig, DestinationReport};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The size of a request on the urgent connection, in bytes.
@@ -41,8 +41,7 @@ const PUSH_MEMORY: u64 = 512 << 20;
 pub(crate) fn link(flags: &EngineFlags) -> Result<Vec<Row>, BenchError> {
     let repeat = flags.common.rounds(5, 1);
     let (mut pings, mut bulks) = (Samples::default(), Samples::default());
-    for round in 1..=repeat {
-        note(&format!("bare link, round {round} of {repeat}"));
+    for _ in rounds(repeat, "bare link") {
         pings.push(ping_pong()?.median());
         bulks.push(bulk_rate()?);
     }
@@ -62,14 +61,11 @@ pub(crate) fn link(flags: &EngineFlags) -> Result<Vec<Row>, BenchError> {
         ),
     ];
     for engine in flags.engines()? {
-        for delivery in deliveries(engine)? {
+        for delivery in deliveries_of(engine, Backing::Shmem) {
             rows.extend(stall_rows(repeat, engine, delivery, pings.median())?);
         }
         let mut rates = Samples::default();
-        for round in 1..=repeat {
-            note(&format!(
-                "background push on {engine}, round {round} of {repeat}"
-            ));
+        for _ in rounds(repeat, format!("background push on {engine}")) {
             let sent = fetch(engine, None, PUSH_MEMORY, Guest::Quiet)?.1;
             rates.push(sent.background_bytes as f64 / sent.background_took.as_secs_f64());
         }
@@ -90,12 +86,6 @@ pub(crate) fn link(flags: &EngineFlags) -> Result<Vec<Row>, BenchError> {
     Ok(rows)
 }
 
-/// The deliveries that the engine has on this host.
-fn deliveries(engine: Engine) -> Result<Vec<Delivery>, BenchError> {
-    let vm = create(engine, 1, 16 << 20, Resolver::new() as Arc<dyn Faults>)?;
-    Ok(vm.machine.deliveries())
-}
-
 fn stall_rows(
     repeat: u32,
     engine: Engine,
@@ -103,10 +93,7 @@ fn stall_rows(
     ping: f64,
 ) -> Result<Vec<Row>, BenchError> {
     let [mut exits, mut stalls, mut p99, mut worst] = [(); 4].map(|()| Samples::default());
-    for round in 1..=repeat {
-        note(&format!(
-            "faults on {engine} by {delivery}, round {round} of {repeat}"
-        ));
+    for _ in rounds(repeat, format!("faults on {engine} by {delivery}")) {
         if delivery != Delivery::Missing {
             exits.push(exit_and_resume(engine, delivery, STALL_MEMORY)?.median());
         }
@@ -129,7 +116,7 @@ fn stall_rows(
         rows.push(row(
             "engine.exit_resume_p50",
             &exits,
-            "fault to next fault; the bytes are already in place, and each fault is resolved at once",
+            "fault to next fault in ascending order; each page is copied and installed at once",
         ));
         let floor = ping + exits.median();
         stall = stall
@@ -146,7 +133,10 @@ fn stall_rows(
 fn stalls_us(engine: Engine, delivery: Delivery) -> Result<Samples, BenchError> {
     let (report, _) = fetch(engine, Some(delivery), STALL_MEMORY, Guest::Toucher)?;
     let arrivals: Vec<Duration> = report.faults.iter().map(|fault| fault.at).collect();
-    let gaps = gaps_us(&arrivals);
+    let gaps = arrivals
+        .windows(2)
+        .map(|pair| pair[1].saturating_sub(pair[0]));
+    let gaps: Samples = gaps.map(|gap| gap.as_secs_f64() * 1e6).collect();
     if gaps.len() < 1000 {
         return Err(BenchError::Busy(format!(
             "only {} faults on {engine} by {delivery}",

@@ -20,7 +20,6 @@ mod cores;
 mod demand_paging;
 mod dirty_log;
 mod error;
-mod exits;
 mod kit;
 mod link;
 mod linux;
@@ -49,6 +48,7 @@ use row::{Bound, Conditions, Row};
 
 use clap::Parser;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use std::fmt::Display;
 use std::io::Write;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -125,6 +125,11 @@ fn is_cancelled() -> bool {
     ASKED_TO_STOP
         .get()
         .is_some_and(|asked| asked.load(Ordering::Relaxed))
+}
+
+/// The rounds of a measurement. Each is noted when it begins.
+fn rounds(count: u32, what: impl Display) -> impl Iterator<Item = u32> {
+    (1..=count).inspect(move |round| note(&format!("{what}, round {round} of {count}")))
 }
 
 /// Writes a line to stderr.

@@ -7,7 +7,7 @@ use crate::BenchError;
 use crate::peer::{
     LOOPBACK, Part, Peer, by_name, kib_of, listen, parse_address, read_line, send, send_line,
 };
-use crate::vm::{Faults, LIMIT, Vm, create_on, fill, isa_of, toucher};
+use crate::vm::{Faults, LIMIT, Vm, create, fill, isa_of, toucher};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::{TouchOrder, Workload};
 use pageferry_machine::{Backing, Engine, MachineSpec, VcpuThreads};
@@ -107,7 +107,7 @@ impl Part for SourceVm {
             backing: self.backing,
             ..MachineSpec::new(self.vcpus, self.memory_bytes)
         };
-        let vm = create_on(self.engine, spec, Resolver::new())?;
+        let vm = create(self.engine, spec, Resolver::new())?;
         if self.guest == Guest::Workload {
             let program = Workload::new(isa_of(self.engine), self.vcpus, self.used_bytes)?;
             vm.load(program.program())?;
@@ -228,7 +228,7 @@ pub(crate) fn receive_by(
         backing,
         ..MachineSpec::new(offer.vcpus, offer.memory_bytes)
     };
-    let vm = create_on(engine, spec, Arc::clone(&resolver) as Arc<dyn Faults>)?;
+    let vm = create(engine, spec, Arc::clone(&resolver) as Arc<dyn Faults>)?;
     let report = incoming
         .receive(&vm.running(), &resolver, stop, &Starter(&vm.threads))
         .map_err(|e| failed(&e))?;

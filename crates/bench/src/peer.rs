@@ -37,7 +37,7 @@ pub(crate) fn play<P: Part>(text: &str) -> Result<(), BenchError> {
 }
 
 fn json(value: &impl Serialize) -> Result<String, BenchError> {
-    serde_json::to_string(value).map_err(|why| BenchError::Peer(why.to_string()))
+    serde_json::to_string(value).map_err(BenchError::peer)
 }
 
 fn parse<T: DeserializeOwned>(text: &str) -> Result<T, BenchError> {
@@ -110,7 +110,7 @@ pub(crate) fn accept_one(host: IpAddr) -> Result<Connection, BenchError> {
 /// The other process. Dropping this kills it and reaps it.
 pub(crate) struct Peer {
     child: Child,
-    input: Option<ChildStdin>,
+    input: ChildStdin,
     lines: Lines<BufReader<ChildStdout>>,
 }
 
@@ -135,11 +135,8 @@ impl Peer {
             .stdout(Stdio::piped())
             .spawn()
             .map_err(os("cannot start the benchmark's other process"))?;
-        let input = child.stdin.take();
-        let output = child
-            .stdout
-            .take()
-            .ok_or_else(|| BenchError::Peer("its standard output is not a pipe".into()))?;
+        let pipes = child.stdin.take().zip(child.stdout.take());
+        let (input, output) = pipes.ok_or_else(|| BenchError::peer("it has no pipes"))?;
         Ok(Self {
             child,
             input,
@@ -160,7 +157,7 @@ impl Peer {
     pub(crate) fn next_line(&mut self) -> Result<String, BenchError> {
         match self.lines.next() {
             Some(Ok(line)) => Ok(line),
-            Some(Err(e)) => Err(BenchError::Peer(e.to_string())),
+            Some(Err(e)) => Err(BenchError::peer(e)),
             // The peer shares this process' stderr, so its own message is there already.
             None => Err(BenchError::Peer(
                 "it ended before it had sent all lines".into(),
@@ -169,11 +166,7 @@ impl Peer {
     }
 
     pub(crate) fn send_line(&mut self, line: &str) -> Result<(), BenchError> {
-        let input = self
-            .input
-            .as_mut()
-            .ok_or_else(|| BenchError::Peer("its standard input is closed".into()))?;
-        writeln!(input, "{line}").map_err(|e| BenchError::Peer(e.to_string()))
+        writeln!(self.input, "{line}").map_err(BenchError::peer)
     }
 
     /// Connects to the address in the peer's next line.
@@ -189,17 +182,10 @@ impl Peer {
     pub(crate) fn figures<T: DeserializeOwned>(&mut self) -> Result<T, BenchError> {
         parse(&self.next_line()?)
     }
-
-    /// Kills the process, at whatever it is.
-    pub(crate) fn kill(mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        drop(self.input.take());
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

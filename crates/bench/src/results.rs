@@ -13,8 +13,7 @@ use crate::row::Row;
 use serde::{Deserialize, Serialize};
 use std::fmt::{Display, Write};
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::process::{Command, Stdio};
 
 /// The rows of one command, with the conditions.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -53,99 +52,51 @@ impl Claim {
     }
 }
 
-/// The claims of the page: what the user of a fault, a migration or a restore would notice.
-const CLAIMS: [Claim; 24] = [
-    Claim(
-        "latency.mean",
-        "preempt, 4 KiB pages, 1 vCPU, plain, cubic",
-        QEMU,
-    ),
-    Claim(
-        "latency.p99",
-        "preempt, 4 KiB pages, 1 vCPU, plain, cubic",
-        QEMU,
-    ),
-    Claim(
-        "latency.mean",
-        "qemu preempt nodelay, 4 KiB pages, 1 vCPU, plain, cubic",
-        "",
-    ),
-    Claim(
-        "latency.p99",
-        "qemu preempt nodelay, 4 KiB pages, 1 vCPU, plain, cubic",
-        "",
-    ),
-    Claim(
-        "latency.mean",
-        "preempt, 4 KiB pages, 16 vCPUs, plain, cubic",
-        QEMU,
-    ),
-    Claim(
-        "latency.p99",
-        "preempt, 4 KiB pages, 16 vCPUs, plain, cubic",
-        QEMU,
-    ),
-    Claim(
-        "latency.over_4ms",
-        "preempt, 4 KiB pages, 16 vCPUs, plain, cubic",
-        "",
-    ),
-    Claim("blackout", "kvm", ""),
-    Claim("overhead.destination", "kvm", ""),
-    Claim("push.rate", "background push, kvm", ""),
-    Claim("stall.urgent_p50", "kvm by poison", ""),
-    Claim("stall.urgent_p50", "kvm by minor", ""),
-    Claim("linux.up", "soft, 1 vCPU", ""),
-    Claim("linux.up", "QEMU", ""),
-    Claim("linux.up_wall", "soft, 1 vCPU", ""),
-    Claim("linux.fork", "soft, 1 vCPU", ""),
-    Claim("linux.exec", "soft, 1 vCPU", ""),
-    Claim("linux.loop_time", "soft, 1 vCPU", ""),
-    Claim("demand_paging.scaling", "kvm, poison, 2 vCPUs", ""),
-    Claim("demand_paging.scaling", "kvm, minor, 1 reader, 2 vCPUs", ""),
-    Claim(
-        "demand_paging.scaling",
-        "kvm, missing, 1 reader, 2 vCPUs",
-        "",
-    ),
-    Claim("demand_paging.scaling", "soft, exit, 2 vCPUs", ""),
-    Claim(
-        "slots.by_gfn_held",
-        "pageferry memslot, 32764 slots",
-        "vm-memory",
-    ),
-    Claim("tables.map_partitioned", "pageferry tdp", "pagetable"),
-];
+/// The claims of the page: what the user of a fault, a migration or a restore would notice. Each is
+/// a line: case, subject and baseline.
+const CLAIMS: &str = "\
+latency.mean | preempt, 4 KiB pages, 1 vCPU, plain, cubic | qemu preempt nodelay
+latency.p99 | preempt, 4 KiB pages, 1 vCPU, plain, cubic | qemu preempt nodelay
+latency.mean | qemu preempt nodelay, 4 KiB pages, 1 vCPU, plain, cubic |
+latency.p99 | qemu preempt nodelay, 4 KiB pages, 1 vCPU, plain, cubic |
+latency.mean | preempt, 4 KiB pages, 16 vCPUs, plain, cubic | qemu preempt nodelay
+latency.p99 | preempt, 4 KiB pages, 16 vCPUs, plain, cubic | qemu preempt nodelay
+latency.over_4ms | preempt, 4 KiB pages, 16 vCPUs, plain, cubic |
+blackout | kvm |
+overhead.destination | kvm |
+push.rate | background push, kvm |
+stall.urgent_p50 | kvm by poison |
+stall.urgent_p50 | kvm by minor |
+linux.up | soft, 1 vCPU |
+linux.up | QEMU |
+linux.up_wall | soft, 1 vCPU |
+linux.fork | soft, 1 vCPU |
+linux.exec | soft, 1 vCPU |
+linux.loop_time | soft, 1 vCPU |
+demand_paging.scaling | kvm, poison, 2 vCPUs |
+demand_paging.scaling | kvm, minor, 1 reader, 2 vCPUs |
+demand_paging.scaling | kvm, missing, 1 reader, 2 vCPUs |
+demand_paging.scaling | soft, exit, 2 vCPUs |
+slots.by_gfn_held | pageferry memslot, 32764 slots | vm-memory
+tables.map_partitioned | pageferry tdp | pagetable";
 
-const QEMU: &str = "qemu preempt nodelay";
+fn claims() -> impl Iterator<Item = Claim> {
+    CLAIMS.lines().map(|line| {
+        let mut parts = line.split('|').map(str::trim);
+        let mut part = || parts.next().unwrap_or("");
+        Claim(part(), part(), part())
+    })
+}
 
 /// How the measurements of some claims work.
-const METHODS: &str = "
-**Post-copy.** `pageferry-bench postcopy-latency` moves a VM between two network namespaces. A veth
-pair joins them, and `tc` shapes each direction to 1 Gbit/s with one queue for all packets. All
-pages move in post-copy, and all vCPUs write pages at random meanwhile. A stall lasts from a fault's
-arrival at Pageferry until the page is there. Requested pages have a channel of their own
-(*preempt*). Ratios are taken within a round, and verdicts are of medians over rounds. In a round
-that counts, others used under 10 % of the cores, and a thread that slept 1 ms was late by less than
-1 ms at p99.
-
-QEMU emulates RV64 and runs the same guest program, with its capability `postcopy-preempt` and with
-TCP_NODELAY, which QEMU does not set. Its stalls are from its trace points: from its fault thread's
-read of the fault until the page is there, so they are slightly too short.
-
-**Linux.** `pageferry-bench linux --peer qemu` starts the same kernel and initrd on our own
-hypervisor and on QEMU, in turns. The first process times its work by the guest's clock. QEMU
-translates code, and our engine interprets it. QEMU's `up_wall` includes its process and firmware.
-Runs differ by a few percent, so ratios near 1.0 are met in one run and missed in the next.
-";
+const METHODS: &str = include_str!("methods.md");
 
 /// The page in Markdown, with those of its claims that `results` have.
 ///
 /// # Errors
 /// If the results have none of the claims.
 fn page(results: &[RecordedRun]) -> Result<String, String> {
-    let found: Vec<(usize, &Row)> = CLAIMS
-        .iter()
+    let found: Vec<(usize, &Row)> = claims()
         .filter_map(|claim| {
             results.iter().enumerate().rev().find_map(|(run, result)| {
                 let mut rows: Vec<&Row> =
@@ -194,6 +145,7 @@ fn page(results: &[RecordedRun]) -> Result<String, String> {
             verdict(row.met, busy)
         );
     }
+    out.push('\n');
     out.push_str(METHODS);
     Ok(out)
 }
@@ -226,29 +178,6 @@ fn conditions<'a>(out: &mut String, results: impl Iterator<Item = &'a RecordedRu
     }
 }
 
-/// Formats seconds since 1970 as `YYYY-MM-DD HH:MM`, in UTC.
-///
-/// The algorithm is `civil_from_days` of Howard Hinnant, "chrono-Compatible Low-Level Date
-/// Algorithms".
-#[must_use]
-pub(crate) fn moment(seconds: u64) -> String {
-    let (days, rest) = (seconds / 86_400 + 719_468, seconds % 86_400);
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era =
-        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
-    let month = if shifted < 10 {
-        shifted + 3
-    } else {
-        shifted - 9
-    };
-    let year = year_of_era + era * 400 + u64::from(month <= 2);
-    let (hour, minute) = (rest / 3600, rest % 3600 / 60);
-    format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}")
-}
-
 /// Runs `command`, and stores the rows that it prints with the conditions in `file`.
 pub(crate) fn record(file: &Path, command: &[String]) -> Result<(), BenchError> {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
@@ -259,15 +188,16 @@ pub(crate) fn record(file: &Path, command: &[String]) -> Result<(), BenchError> 
     let mut processor = processor
         .lines()
         .filter(|line| line.starts_with("model name"));
-    let since_1970 = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default();
-    let began = moment(since_1970.as_secs());
-    let output = std::process::Command::new(&command[0])
+    let cannot_run = |what: &str, why| BenchError::Setting(format!("cannot run {what}: {why}"));
+    let began = Command::new("date")
+        .args(["--utc", "+%F %H:%M"])
+        .output()
+        .map_err(|why| cannot_run("date", why))?;
+    let output = Command::new(&command[0])
         .args(&command[1..])
         .stderr(Stdio::inherit())
         .output()
-        .map_err(|why| BenchError::Setting(format!("cannot run {}: {why}", command[0])))?;
+        .map_err(|why| cannot_run(&command[0], why))?;
     if !output.status.success() {
         let why = format!(
             "{} ended with {}: its output is not recorded",
@@ -277,13 +207,13 @@ pub(crate) fn record(file: &Path, command: &[String]) -> Result<(), BenchError> 
     }
     let mut rows: Vec<Row> = serde_json::from_slice(&output.stdout)
         .map_err(|why| BenchError::Setting(format!("{} did not print rows: {why}", command[0])))?;
-    rows.retain(|row| row.target.is_some() || CLAIMS.iter().any(|claim| claim.is_of(row)));
+    rows.retain(|row| row.target.is_some() || claims().any(|claim| claim.is_of(row)));
     let name = Path::new(&command[0]).file_name().unwrap_or_default();
     let mut words = vec![name.to_string_lossy().into_owned()];
     words.extend_from_slice(&command[1..]);
     let result = RecordedRun {
         command: words.join(" "),
-        began,
+        began: String::from_utf8_lossy(&began.stdout).trim().to_owned(),
         busy_before,
         kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
         processor: processor
@@ -327,7 +257,7 @@ mod tests {
     fn result(rows: Vec<Row>, busy_before: f64) -> RecordedRun {
         RecordedRun {
             command: "pageferry-bench x --json".into(),
-            began: moment(0),
+            began: "1970-01-01 00:00".into(),
             busy_before,
             kernel: "6.18".into(),
             processor: "a processor".into(),
@@ -367,12 +297,5 @@ mod tests {
     fn results_without_a_claim_are_refused() {
         let refused = page(&[result(Vec::new(), 0.1)]).expect_err("no claim");
         assert!(refused.contains("no claim"), "{refused}");
-    }
-
-    #[test]
-    fn moments_are_dates_of_the_calendar() {
-        assert_eq!(moment(951_782_400), "2000-02-29 00:00");
-        assert_eq!(moment(1_767_225_599), "2025-12-31 23:59");
-        assert_eq!(moment(1_795_410_000), "2026-11-23 05:00");
     }
 }

@@ -2,12 +2,10 @@
 
 use crate::args::Common;
 use crate::row::cores;
-use crate::vm::{Faults, create, isa_of};
-use crate::{BenchError, Bound, Conditions, Row, Samples, note};
+use crate::vm::{Vm, isa_of};
+use crate::{BenchError, Bound, Conditions, Row, Samples, rounds};
 use pageferry_guest::{Control, Workload};
-use pageferry_machine::Engine;
-use pageferry_migration::Resolver;
-use std::sync::Arc;
+use pageferry_machine::{Engine, MachineSpec};
 use std::time::{Duration, Instant};
 
 const MEMORY: u64 = 32 << 20;
@@ -23,10 +21,7 @@ pub(crate) fn soft(common: &Common) -> Result<Vec<Row>, BenchError> {
     let mut rows = Vec::new();
     for vcpus in [1, cores.max(2)] {
         let mut rates = Samples::default();
-        for round in 1..=repeat {
-            note(&format!(
-                "interpreting with {vcpus} vCPUs, round {round} of {repeat}"
-            ));
+        for _ in rounds(repeat, format!("interpreting with {vcpus} vCPUs")) {
             rates.push(rate(vcpus)? / f64::from(vcpus.min(cores)));
         }
         let note =
@@ -47,12 +42,7 @@ pub(crate) fn soft(common: &Common) -> Result<Vec<Row>, BenchError> {
 
 fn rate(vcpus: u32) -> Result<f64, BenchError> {
     let workload = Workload::new(isa_of(Engine::Soft), vcpus, MEMORY)?;
-    let vm = create(
-        Engine::Soft,
-        vcpus,
-        MEMORY,
-        Resolver::new() as Arc<dyn Faults>,
-    )?;
+    let vm = Vm::create(Engine::Soft, MachineSpec::new(vcpus, MEMORY), None)?;
     vm.load(workload.program())?;
     let done = || -> Result<u64, BenchError> {
         (0..vcpus).try_fold(0, |sum, vcpu| {

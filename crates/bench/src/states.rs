@@ -10,12 +10,13 @@
 
 use crate::args::Common;
 use crate::demand_paging::HostRam;
-use crate::{BenchError, Bound, Conditions, Row, Samples, cores, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, cores, rounds};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::{Claim, PageBitmap, PageStates};
+use rustix::thread::CpuSet;
 use rustix::time::{ClockId, clock_gettime};
 use std::hint::black_box;
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The size of the guest whose bitmap is searched.
@@ -42,11 +43,12 @@ pub(crate) fn states(common: &Common) -> Result<Vec<Row>, BenchError> {
         ("states.claim_install", COPIED, Some(&*ram)),
     ] {
         let mut rates = [Samples::default(), Samples::default()];
-        for round in 1..=repeat {
-            note(&format!("{case}, round {round} of {repeat}"));
-            for (threads, rates) in (1..).zip(&mut rates) {
+        // Taking turns on one core says nothing of threads at once.
+        let ways = [Some(None), cores::two().map(Some)];
+        for _ in rounds(repeat, case) {
+            for (two, rates) in ways.iter().flatten().zip(&mut rates) {
                 let pages = (bytes / PAGE_SIZE) as usize;
-                let took = claim_all(pages, threads, ram)?;
+                let took = claim_all(pages, *two, ram)?;
                 rates.push(pages as f64 / took.as_secs_f64());
             }
         }
@@ -59,15 +61,13 @@ pub(crate) fn states(common: &Common) -> Result<Vec<Row>, BenchError> {
             rates[threads - 1].row(case, format!("threads: {threads}"), "pages/s", conditions)
         };
         rows.push(row(1));
-        if cores::each().len() < 2 {
-            // Taking turns on one core says nothing of threads at once.
-            continue;
+        if !rates[1].is_empty() {
+            rows.push(
+                row(2)
+                    .against("threads: 1", rates[0].median())
+                    .aiming_at(Bound::RatioAtLeast(1.7)),
+            );
         }
-        rows.push(
-            row(2)
-                .against("threads: 1", rates[0].median())
-                .aiming_at(Bound::RatioAtLeast(1.7)),
-        );
     }
     Ok(rows)
 }
@@ -81,8 +81,7 @@ fn read_words(repeat: u32) -> Result<Row, BenchError> {
     // From now on, the words that are read have memory, or the kernel's page of zeroes.
     let mut left = read();
     let (mut found_us, mut read_us) = (Samples::default(), Samples::default());
-    for round in 1..=repeat {
-        note(&format!("searching, round {round} of {repeat}"));
+    for _ in rounds(repeat, "searching") {
         let began = Instant::now();
         for _ in 0..SEARCHES {
             left |= u64::from(black_box(&map).next_set(0).is_some());
@@ -102,23 +101,21 @@ fn read_words(repeat: u32) -> Result<Row, BenchError> {
         .aiming_at(Bound::RatioAtLeast(500.0)))
 }
 
-/// Claims and installs all of `pages` pages with `threads` threads, each on a core of its own if
-/// there are enough. With `ram` it copies their bytes. Returns the processor time of the slowest
-/// thread.
-fn claim_all(pages: usize, threads: usize, ram: Option<&HostRam>) -> Result<Duration, BenchError> {
+/// Claims and installs all of `pages` pages with one thread, or with one on each of `two` cores.
+/// With `ram` it copies their bytes. Returns the processor time of the slowest thread.
+fn claim_all(
+    pages: usize,
+    two: Option<[CpuSet; 2]>,
+    ram: Option<&HostRam>,
+) -> Result<Duration, BenchError> {
     const BYTES: [u8; PAGE_SIZE as usize] = [0x5a; PAGE_SIZE as usize];
     let no_memory = pageferry_machine::MachineError::from;
     let missing = Arc::new(PageBitmap::try_new(pages).map_err(no_memory)?);
     missing.set_range(0..pages);
     let states = PageStates::try_new(missing).map_err(no_memory)?;
-    let own = Some(cores::each()).filter(|cores| cores.len() >= threads);
-    let (each, start) = (pages / threads, Barrier::new(threads));
-    let work = |thread: usize| -> Result<Duration, BenchError> {
-        if let Some(own) = &own {
-            cores::stay_on(&own[thread]);
-        }
-        start.wait();
-        let began = processor_time();
+    let each = pages / if two.is_some() { 2 } else { 1 };
+    let work = |thread: u32| -> Result<Duration, BenchError> {
+        let (thread, began) = (thread as usize, processor_time());
         for at in (thread * each..(thread + 1) * each).step_by(AROUND) {
             let mut installed = 0;
             let page = RamPage(at as u64);
@@ -136,17 +133,13 @@ fn claim_all(pages: usize, threads: usize, ram: Option<&HostRam>) -> Result<Dura
         }
         Ok(processor_time().saturating_sub(began))
     };
-    let slowest: Result<Duration, BenchError> = std::thread::scope(|scope| {
-        let work = &work;
-        let running: Vec<_> = (0..threads)
-            .map(|thread| scope.spawn(move || work(thread)))
-            .collect();
-        let mut ended = running
-            .into_iter()
-            .map(|thread| thread.join().expect("it checks"));
-        ended.try_fold(Duration::ZERO, |slowest, took| Ok(slowest.max(took?)))
-    });
-    let slowest = slowest?;
+    let slowest = match two {
+        None => work(0)?,
+        Some(two) => {
+            let [one, other] = cores::on_two(two, work);
+            one?.max(other?)
+        }
+    };
     match states.missing().count() {
         0 => Ok(slowest),
         left => Err(BenchError::WrongValue(format!(
@@ -168,9 +161,9 @@ mod tests {
     #[test]
     fn all_pages_are_claimed_and_installed_by_one_thread_or_two() {
         let ram = HostRam::new(4 * AROUND as u64 * PAGE_SIZE).unwrap();
-        for threads in [1, 2] {
-            claim_all(4 * AROUND, threads, Some(&ram)).unwrap();
-            claim_all(4096, threads, None).unwrap();
+        for two in [None, cores::two()] {
+            claim_all(4 * AROUND, two, Some(&ram)).unwrap();
+            claim_all(4096, two, None).unwrap();
         }
     }
 }

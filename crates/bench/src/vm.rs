@@ -68,16 +68,6 @@ pub(crate) fn toucher(
 /// A VM whose faults on missing pages go to `faults`.
 pub(crate) fn create(
     engine: Engine,
-    vcpus: u32,
-    memory_bytes: u64,
-    faults: Arc<dyn Faults>,
-) -> Result<Vm, BenchError> {
-    create_on(engine, MachineSpec::new(vcpus, memory_bytes), faults)
-}
-
-/// As [`create`], by a full specification.
-pub(crate) fn create_on(
-    engine: Engine,
     spec: MachineSpec,
     faults: Arc<dyn Faults>,
 ) -> Result<Vm, BenchError> {

@@ -12,9 +12,9 @@ use super::race::{GuestExit, Race, Runner, is_finished, race};
 use super::soft::first_word;
 use crate::BenchError;
 use pageferry_addr::{Hva, RamPage};
-use pageferry_harness::{deliveries_of, start_of, write_image};
+use pageferry_harness::{start_of, write_image};
 use pageferry_machine::{
-    ArmOptions, Backing, Delivery, Engine, Exit, FaultEvents, GuestRam, MachineSpec, Vcpu,
+    ArmOptions, Delivery, Engine, Exit, FaultEvents, GuestRam, MachineSpec, Vcpu,
 };
 use pageferry_migration::channel::Spinner;
 use pageferry_migration::{FAULT_SPIN, prefer_short_slices};
@@ -39,11 +39,6 @@ impl Runner for OnMachine {
         let kicker = self.0.kicker();
         Box::new(move || kicker.kick())
     }
-}
-
-/// Whether machines of `engine` with memory of `backing` have `delivery` on this host.
-pub(super) fn has(engine: Engine, backing: Backing, delivery: Delivery) -> bool {
-    deliveries_of(engine, backing).contains(&delivery)
 }
 
 /// Runs all vCPUs over all their pages. With a `delivery`, every page is missing at first, and
@@ -145,7 +140,7 @@ pub(super) fn touch(
 
 /// Installs the pages that events ask for, until `done`. It waits the way the fault thread of a
 /// migration does.
-pub(crate) fn serve(
+fn serve(
     events: &mut dyn FaultEvents,
     install: &dyn Fn(RamPage) -> Result<(), BenchError>,
     done: &AtomicBool,

@@ -33,9 +33,9 @@ mod soft;
 mod tests;
 mod way;
 
-pub(crate) use machine::serve;
 pub(crate) use missing::Serving;
 pub(crate) use plan::Plan;
+pub(crate) use race::{GuestExit, Runner, race};
 pub(crate) use setting::DemandFlags;
 #[cfg(test)]
 pub(crate) use setting::flags;
@@ -44,10 +44,10 @@ pub(crate) use soft::{HostRam, exit_and_entry};
 use crate::output::Output;
 use crate::vm::isa_of;
 use crate::watched::{Clock, FaultTimes, OrderedLock, Serialised, Watched};
-use crate::{BenchError, model, note};
+use crate::{BenchError, Samples, model, rounds};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_hypervisor::Scalable;
-use pageferry_machine::{Engine, MachineError};
+use pageferry_machine::{Delivery, Engine, MachineError};
 use race::Race;
 use report::{Cell, Found};
 use std::fmt;
@@ -68,20 +68,14 @@ pub(crate) enum Scheme {
 impl Scheme {
     /// Both schemes.
     pub(crate) const ALL: [Self; 2] = [Self::Parallel, Self::Serialised];
-
-    /// The name in tables.
-    #[must_use]
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Parallel => "parallel",
-            Self::Serialised => "serialised",
-        }
-    }
 }
 
 impl fmt::Display for Scheme {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.write_str(match self {
+            Self::Parallel => "parallel",
+            Self::Serialised => "serialised",
+        })
     }
 }
 
@@ -112,10 +106,7 @@ fn measure(flags: &DemandFlags) -> Result<Found, BenchError> {
             let pages = flags.memory_on(engine) / PAGE_SIZE;
             let plan = Plan::new(isa_of(engine), vcpus, pages, flags.overlap)?.on(flags.backing());
             let mut samples = vec![WaySamples::default(); ways.len()];
-            for round in 1..=repeat {
-                note(&format!(
-                    "{engine}: {vcpus} vCPUs, round {round} of {repeat}"
-                ));
+            for round in rounds(repeat, format!("{engine}: {vcpus} vCPUs")) {
                 // This run does not count: meanwhile the reader of the progress message has the
                 // core.
                 if let Some(first) = ways.first() {
@@ -196,4 +187,20 @@ pub(crate) fn clocked_touch(
     let exits = exits.then(Serving::default);
     let race = soft::touch::<Watched<Clock>, _>(host, plan, exits, &before, &Clock::take)?;
     Ok(race.ended_with.into_iter().flatten().collect())
+}
+
+/// Microseconds from a vCPU's fault to its next, without a network. The vCPU only touches missing
+/// pages of `bytes` bytes, and each is installed at once.
+pub(crate) fn exit_and_resume(
+    engine: Engine,
+    delivery: Delivery,
+    bytes: u64,
+) -> Result<Samples, BenchError> {
+    let plan = Plan::new(isa_of(engine), 1, bytes / PAGE_SIZE, false)?;
+    let serving = Serving {
+        clock: true,
+        ..Serving::default()
+    };
+    let race = machine::touch(engine, &plan, Some(delivery), serving)?;
+    Ok(race.fault_ns.iter().map(|&ns| ns as f64 / 1e3).collect())
 }

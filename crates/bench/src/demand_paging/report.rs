@@ -98,7 +98,7 @@ impl Found {
         };
         let mut note = format!(
             "each vCPU stores to one word of each page {}; {}, {} us a fetch; spread \
-              {:.0} %",
+             {:.0} %",
             if flags.overlap {
                 "of all"
             } else {

@@ -20,7 +20,7 @@ pub(crate) struct DemandFlags {
     /// The engine: kvm, soft, or auto for all that run here
     #[arg(long, default_value = "auto", value_name = "auto|kvm|soft")]
     engine: EngineChoice,
-    /// Numbers of vCPUs [default: 1,2,4,8,16,32,64; of the model up to 416; with --matrix 2,8,64]
+    /// Numbers of vCPUs [default: 1,2,4,8,16,32,64; of the model up to 416]
     #[arg(short, long, value_name = "N,..", value_delimiter = ',', value_parser = value_parser!(u32).range(1..=i64::from(MAX_VCPUS)))]
     pub(crate) vcpus: Vec<u32>,
     /// Guest memory for each vCPU [default: 16M on soft and of the model, 1M on kvm, 4M to compare
@@ -30,13 +30,9 @@ pub(crate) struct DemandFlags {
     /// Every vCPU touches the pages of all
     #[arg(short, long)]
     pub(super) overlap: bool,
-    /// The tables of the KVM Userfault series (James Houghton, kvm mailing list, December 2024):
-    /// vCPUs by mode, fault events with one reader and with a reader for each vCPU
-    #[arg(long, conflicts_with_all = ["userfault", "kvm_userfault", "readers"])]
-    pub(super) matrix: bool,
     /// Compare readers of fault events on kvm: a loop that reads one message at a time and never
     /// spins, one reader that spins, two, and one for each of two userfaultfds
-    #[arg(long, conflicts_with_all = ["matrix", "kvm_userfault", "readers"])]
+    #[arg(long, conflicts_with_all = ["kvm_userfault", "readers"])]
     pub(super) compare_readers: bool,
     /// The memory behind the guest: shmem, shmem-thp or anonymous [default: shmem]
     #[arg(short = 's', long, value_name = "TYPE", help_heading = SELFTEST)]
@@ -57,7 +53,7 @@ pub(crate) struct DemandFlags {
     #[arg(short = 'd', long, value_name = "USEC", value_parser = value_parser!(u64).range(0..=1_000_000), help_heading = SELFTEST)]
     delay_us: Option<u64>,
     /// Model many vCPUs on as many cores, from times measured on the soft engine in this run
-    #[arg(long, conflicts_with_all = ["engine", "overlap", "matrix", "compare_readers", "backing", "userfault", "single_userfaultfd", "readers", "kvm_userfault", "delay_us"])]
+    #[arg(long, conflicts_with_all = ["engine", "overlap", "compare_readers", "backing", "userfault", "single_userfaultfd", "readers", "kvm_userfault", "delay_us"])]
     pub(crate) model: bool,
     /// Of the model: memory of all vCPUs together, in a separate table
     #[arg(long, value_name = "SIZE", default_value = "12T", value_parser = size::parse, requires = "model")]
@@ -103,10 +99,7 @@ impl DemandFlags {
 
     /// The numbers of vCPUs that are measured.
     pub(super) fn measured_vcpus(&self) -> Vec<u32> {
-        self.vcpus(match self.matrix {
-            true => &[2, 8, 64],
-            false => &[1, 2, 4, 8, 16, 32, 64],
-        })
+        self.vcpus(&[1, 2, 4, 8, 16, 32, 64])
     }
 
     /// Bytes for each vCPU on `engine`. Faults on KVM take longer, so they get less.
@@ -228,7 +221,6 @@ mod tests {
             "--total-memory 1T",
             "--model --engine kvm",
             "--model -k",
-            "--matrix -u minor",
             "-s hugetlb",
             "-r 0",
             "-u wp",
@@ -246,9 +238,7 @@ mod tests {
         assert_eq!(named.sample(), Duration::from_millis(200));
         let all = flags("");
         assert_eq!(all.measured_vcpus(), [1, 2, 4, 8, 16, 32, 64]);
-        let matrix = flags("--matrix");
-        assert_eq!(matrix.measured_vcpus(), [2, 8, 64]);
-        assert!(!matrix.has_selftest_lines());
+        assert!(!all.has_selftest_lines());
     }
 
     #[test]

@@ -8,12 +8,10 @@ use super::setting::DemandFlags;
 use super::{HostRam, Scheme, machine, soft_touch};
 use crate::row::cores;
 use crate::{BenchError, Samples};
+use pageferry_harness::deliveries_of;
 use pageferry_machine::{Delivery, Engine};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// The number of readers that stands for one for each vCPU.
-const EACH_VCPU: u32 = 0;
 
 /// The part of a way's name that says how many userfaultfds it has.
 fn shared_by(userfaultfds: u32) -> String {
@@ -46,16 +44,11 @@ impl Way {
             Reading::Plain => ", plain loop".into(),
             Reading::Streams {
                 userfaultfds,
-                readers: EACH_VCPU,
-            } => format!("{}, a reader for each vCPU", shared_by(userfaultfds)),
-            Reading::Streams {
-                userfaultfds,
-                readers: 1,
-            } => format!("{}, 1 reader", shared_by(userfaultfds)),
-            Reading::Streams {
-                userfaultfds,
                 readers,
-            } => format!("{}, {readers} readers", shared_by(userfaultfds)),
+            } => {
+                let s = if readers == 1 { "" } else { "s" };
+                format!("{}, {readers} reader{s}", shared_by(userfaultfds))
+            }
         };
         let scheme = match self.scheme {
             Some(Scheme::Serialised) => ", serialised MMU",
@@ -81,20 +74,6 @@ impl Way {
         matches!(self.delivery, Some(Delivery::Minor | Delivery::Missing))
     }
 
-    /// The threads for `vcpus` vCPUs.
-    fn reading_of(self, vcpus: u32) -> Reading {
-        match self.reading {
-            Reading::Streams {
-                userfaultfds,
-                readers: EACH_VCPU,
-            } => Reading::Streams {
-                userfaultfds,
-                readers: vcpus,
-            },
-            other => other,
-        }
-    }
-
     /// One pass.
     pub(super) fn run(
         self,
@@ -105,7 +84,7 @@ impl Way {
     ) -> Result<Race<()>, BenchError> {
         let serving = Serving {
             delay,
-            reading: self.reading_of(plan.vcpus()),
+            reading: self.reading,
             clock,
         };
         match (self.scheme, host) {
@@ -119,7 +98,7 @@ impl Way {
 
 /// The wanted ways of an engine that this host has. The report gets those that it lacks.
 pub(super) fn ways(engine: Engine, flags: &DemandFlags, found: &mut Found) -> Vec<Way> {
-    let deliveries: &[_] = match engine {
+    let wanted: &[_] = match engine {
         Engine::Soft => &[None, Some(Delivery::Exit)],
         Engine::Kvm => &[
             None,
@@ -139,15 +118,13 @@ pub(super) fn ways(engine: Engine, flags: &DemandFlags, found: &mut Found) -> Ve
     };
     let readings = if flags.compare_readers {
         vec![Reading::Plain, streams(1, 1), streams(1, 2), streams(2, 1)]
-    } else if flags.matrix {
-        vec![streams(1, 1), streams(1, EACH_VCPU)]
     } else {
         vec![streams(1, flags.readers.unwrap_or(1))]
     };
+    let deliveries = deliveries_of(engine, flags.backing());
     let (mut ways, lacking) = (Vec::new(), found.lacking.len());
-    for &delivery in deliveries.iter().filter(|&&one| flags.wants(one)) {
-        if let Some(delivery) = delivery.filter(|&one| !machine::has(engine, flags.backing(), one))
-        {
+    for &delivery in wanted.iter().filter(|&&one| flags.wants(one)) {
+        if let Some(delivery) = delivery.filter(|&one| !deliveries.contains(&one)) {
             // No released kernel has that one.
             if delivery != Delivery::Userfault {
                 found.lacking.push((engine, delivery));
@@ -188,8 +165,6 @@ pub(crate) struct WaySamples {
     pub(super) fault_us_p50: Samples,
     /// The 99th percentile.
     pub(super) fault_us_p99: Samples,
-    /// The whole time of all passes of a sample, in seconds.
-    pub(super) sample_s: Samples,
 }
 
 impl WaySamples {
@@ -221,7 +196,6 @@ impl WaySamples {
             .collect();
         self.per_vcpu.push(each.median());
         self.touch_ns.push(whole * 1e9 * busy / touches);
-        self.sample_s.push(whole);
         Ok(())
     }
 
@@ -261,7 +235,6 @@ mod tests {
             .unwrap();
         assert_eq!(passes, 3);
         let close = |found: f64, wanted: f64| assert!((found / wanted - 1.0).abs() < 1e-9);
-        close(samples.sample_s.median(), 0.24);
         close(samples.rate.median(), 600.0 / 0.24);
         close(samples.per_vcpu.median(), 300.0 / 0.12);
     }
@@ -280,7 +253,6 @@ mod tests {
         let exits = ["exit", "exit, serialised MMU"];
         let none = ["no userfault", "no userfault, serialised MMU"];
         check("", &[none, exits].concat(), 0);
-        check("--matrix", &[none, exits].concat(), 0);
         check("-k", &exits, 0);
         check("-u none", &none, 0);
         check("-u minor", &[], 1);
@@ -298,8 +270,6 @@ mod tests {
             userfaultfds,
             readers,
         };
-        let each = way(Delivery::Minor, streams(1, EACH_VCPU));
-        assert_eq!(each.name(), "minor, a reader for each vCPU");
         let split = way(Delivery::Minor, streams(2, 3));
         assert_eq!(split.name(), "minor, 2 userfaultfds, 3 readers");
         assert_eq!(way(Delivery::Poison, streams(2, 3)).name(), "poison");

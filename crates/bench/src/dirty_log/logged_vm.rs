@@ -1,16 +1,16 @@
 //! One VM that goes through all phases.
 
-use super::{DirtyLogFlags, ITERATIONS, Pattern, Phase};
+use super::{DirtyLogFlags, ITERATIONS, Pattern};
 use crate::BenchError;
 use crate::Samples;
-use crate::demand_paging::HostRam;
-use crate::kit::Meeting;
+use crate::demand_paging::{GuestExit, HostRam, Runner, race};
 use dynasmrt::riscv::RiscvRelocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_hypervisor::{
     DirtyBy, DirtyProtect, Exit, HostMemory, Memslots, Region, SlotFlags, VcpuCore, Vm, VmConfig,
 };
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,18 +22,7 @@ const MEASURED: u16 = 1;
 const AT: Gpa = Gpa(1 << 30);
 
 /// Samples of each phase, in milliseconds.
-#[derive(Debug, Default)]
-pub(super) struct Times([Samples; Phase::ALL.len()]);
-
-impl Times {
-    fn add(&mut self, phase: Phase, took: Duration) {
-        self.0[phase as usize].push(took.as_secs_f64() * 1e3);
-    }
-
-    pub(super) const fn of(&self, phase: Phase) -> &Samples {
-        &self.0[phase as usize]
-    }
-}
+pub(super) type Times = BTreeMap<&'static str, Samples>;
 
 /// Host memory for the program's page and all vCPUs, which the kernel has allocated.
 pub(super) fn host(flags: &DirtyLogFlags) -> Result<Arc<HostRam>, BenchError> {
@@ -66,7 +55,10 @@ pub(super) struct LoggedVm<M: Memslots> {
     each: u64,
 }
 
-impl<M: Memslots> LoggedVm<M> {
+impl<M: Memslots> LoggedVm<M>
+where
+    VcpuCore<M>: Send,
+{
     pub(super) fn new(host: &Arc<HostRam>, flags: &DirtyLogFlags) -> Result<Self, BenchError> {
         let vm = Vm::<M>::with_memslots(VmConfig {
             dirty_by: match flags.dirty_bits {
@@ -118,15 +110,19 @@ impl<M: Memslots> LoggedVm<M> {
 
     /// Runs all phases and adds their times to `times`.
     pub(super) fn run(mut self, pattern: Pattern, times: &mut Times) -> Result<(), BenchError> {
-        times.add(Phase::Populate, self.write(pattern, 0)?);
+        let mut add = |phase, took: Duration| {
+            let samples = times.entry(phase).or_default();
+            samples.push(took.as_secs_f64() * 1e3);
+        };
+        add("populate", self.write(pattern, 0)?);
         let enable = timed(|| self.set_log(SlotFlags::LOG_DIRTY_PAGES))?;
-        times.add(Phase::Enable, enable);
+        add("enable", enable);
         let words = self.pages().div_ceil(64) as usize;
         let mut log = vec![0_u64; words];
         for iteration in 1..=ITERATIONS {
-            times.add(Phase::Dirty, self.write(pattern, iteration)?);
+            add("dirty", self.write(pattern, iteration)?);
             let get = timed(|| Ok(self.vm.get_dirty_log(MEASURED, &mut log)?))?;
-            times.add(Phase::Get, get);
+            add("get", get);
             let named: u64 = log.iter().map(|word| u64::from(word.count_ones())).sum();
             if named != self.pages() {
                 return Err(BenchError::Hypervisor(format!(
@@ -135,64 +131,54 @@ impl<M: Memslots> LoggedVm<M> {
                 )));
             }
             let clear = timed(|| Ok(self.vm.clear_dirty_log(MEASURED, 0, &log)?))?;
-            times.add(Phase::Clear, clear);
+            add("clear", clear);
         }
         let disable = timed(|| self.set_log(SlotFlags::EMPTY))?;
-        times.add(Phase::Disable, disable);
+        add("disable", disable);
         Ok(())
     }
 
     /// Runs all vCPUs over their pages. Returns the time from the first vCPU's start to the last
     /// vCPU's end.
     fn write(&mut self, pattern: Pattern, value: u32) -> Result<Duration, BenchError> {
-        let (pages, all) = (self.each, self.pages());
-        let start = Meeting::new(self.vcpus.len());
-        let runs = std::thread::scope(|scope| {
-            // A thread that cannot start must not keep the others waiting.
-            let _leaving = start.leaving();
-            let threads: Vec<_> = (0..)
-                .zip(&mut self.vcpus)
-                .map(|(index, vcpu)| {
-                    let part = match pattern {
-                        Pattern::Partitioned => index * pages..(index + 1) * pages,
-                        Pattern::Overlapping => 0..all,
-                    };
-                    let start = &start;
-                    scope.spawn(move || {
-                        start.meet(1);
-                        let began = Instant::now();
-                        write_pages(vcpu, part, value)?;
-                        Ok((began, Instant::now()))
-                    })
-                })
-                .collect();
-            let joined = threads.into_iter().map(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            });
-            joined.collect::<Result<Vec<(Instant, Instant)>, BenchError>>()
-        })?;
-        let began = runs.iter().map(|run| run.0).min();
-        let ended = runs.iter().map(|run| run.1).max();
-        Ok(began.zip(ended).map_or(Duration::ZERO, |(b, e)| e - b))
+        let (each, all) = (self.each, self.pages());
+        let writers = (0..).zip(&mut self.vcpus).map(|(index, vcpu)| {
+            let part = match pattern {
+                Pattern::Partitioned => index * each..(index + 1) * each,
+                Pattern::Overlapping => 0..all,
+            };
+            let hart = vcpu.hart_mut();
+            hart.set_pc(0)
+                .map_err(|e| BenchError::Hypervisor(e.to_string()))?;
+            hart.set_x(10, u64::from(value));
+            hart.set_x(11, AT.0 + part.start * PAGE_SIZE);
+            hart.set_x(12, AT.0 + part.end * PAGE_SIZE);
+            Ok(Writer(vcpu))
+        });
+        let writers = writers.collect::<Result<Vec<_>, BenchError>>()?;
+        let missing = |_, page| Err(BenchError::Hypervisor(format!("{page:?} is not missing")));
+        Ok(race(writers, &|| {}, &missing, &|| ())?.whole)
     }
 }
 
-fn write_pages<M: Memslots>(
-    vcpu: &mut VcpuCore<M>,
-    part: Range<u64>,
-    value: u32,
-) -> Result<(), BenchError> {
-    let hart = vcpu.hart_mut();
-    hart.set_pc(0)
-        .map_err(|e| BenchError::Hypervisor(e.to_string()))?;
-    hart.set_x(10, u64::from(value));
-    hart.set_x(11, AT.0 + part.start * PAGE_SIZE);
-    hart.set_x(12, AT.0 + part.end * PAGE_SIZE);
-    match vcpu.run() {
-        Exit::Ecall { .. } => Ok(()),
-        other => Err(BenchError::unexpected_exit(&other)),
+/// A vCPU that writes its pages.
+struct Writer<'a, M: Memslots>(&'a mut VcpuCore<M>);
+
+impl<M: Memslots> Runner for Writer<'_, M>
+where
+    VcpuCore<M>: Send,
+{
+    fn run(&mut self) -> Result<GuestExit, BenchError> {
+        match self.0.run() {
+            Exit::Ecall { .. } => Ok(GuestExit::Finished),
+            Exit::Kicked => Ok(GuestExit::Kicked),
+            other => Err(BenchError::unexpected_exit(&other)),
+        }
+    }
+
+    fn kicker(&self) -> Box<dyn Fn() + Send + Sync> {
+        let handle = self.0.kick_handle();
+        Box::new(move || handle.kick())
     }
 }
 

@@ -19,7 +19,7 @@ mod logged_vm;
 use crate::args::Common;
 use crate::row::{Bound, Conditions, Row};
 use crate::watched::Serialised;
-use crate::{BenchError, note};
+use crate::{BenchError, rounds};
 use logged_vm::{LoggedVm, Times};
 use pageferry_harness::size;
 use pageferry_hypervisor::Scalable;
@@ -57,34 +57,8 @@ impl Pattern {
     pub(crate) const ALL: [Self; 2] = [Self::Partitioned, Self::Overlapping];
 }
 
-/// A phase of the test.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
-    /// The first write to every page.
-    Populate,
-    /// Logging is turned on.
-    Enable,
-    /// A write to every page while logging is on.
-    Dirty,
-    /// The log is read.
-    Get,
-    /// The log is cleared, which write-protects the pages again.
-    Clear,
-    /// Logging is turned off.
-    Disable,
-}
-
-impl Phase {
-    /// All phases, in the order of the test.
-    pub(crate) const ALL: [Self; 6] = [
-        Self::Populate,
-        Self::Enable,
-        Self::Dirty,
-        Self::Get,
-        Self::Clear,
-        Self::Disable,
-    ];
-}
+/// The phases, in the order of the test.
+const PHASES: [&str; 6] = ["populate", "enable", "dirty", "get", "clear", "disable"];
 
 /// Measures both MMUs with both patterns.
 ///
@@ -92,12 +66,11 @@ impl Phase {
 /// If the host refuses memory or a thread, or a log does not name exactly the pages that were
 /// written.
 pub(crate) fn dirty_log(flags: &DirtyLogFlags) -> Result<Vec<Row>, BenchError> {
-    let (host, rounds) = (logged_vm::host(flags)?, flags.common.rounds(11, 1));
+    let (host, repeat) = (logged_vm::host(flags)?, flags.common.rounds(11, 1));
     let mut rows = Vec::new();
     for pattern in Pattern::ALL {
         let (mut serialised, mut parallel) = (Times::default(), Times::default());
-        for round in 1..=rounds {
-            note(&format!("{pattern:?}, round {round} of {rounds}"));
+        for round in rounds(repeat, format!("{pattern:?}")) {
             // The MMUs take turns, and each goes first in every other round.
             for turn in [round, round + 1] {
                 if turn % 2 == 0 {
@@ -130,15 +103,15 @@ fn rows_of(
         false => "write protection",
     };
     let note = format!("soft engine, 4 KiB pages, host memory touched before; log by {by}");
-    let rows = Phase::ALL.into_iter().flat_map(|phase| {
-        let case = format!("dirty_log.{}", format!("{phase:?}").to_lowercase());
+    let rows = PHASES.into_iter().flat_map(|phase| {
+        let case = format!("dirty_log.{phase}");
         let row = |scheme, times: &Times| {
             let subject = format!("{scheme}, {}", format!("{pattern:?}").to_lowercase());
             let how = Conditions::here(flags.vcpus, bytes, note.clone());
-            times.of(phase).row(case.clone(), subject, "ms", how)
+            times[phase].row(case.clone(), subject, "ms", how)
         };
         let least = match (pattern, phase) {
-            (Pattern::Partitioned, Phase::Populate) => 1.7,
+            (Pattern::Partitioned, "populate") => 1.7,
             _ => NOISE,
         };
         let serialised = row("serialised", serialised);

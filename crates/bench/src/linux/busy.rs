@@ -30,7 +30,7 @@ impl Guest {
             loop {
                 for line in splitter.take(&console.read(INTERVAL)) {
                     match parse(&line)? {
-                        Some(Line::Busy { rounds }) if Instant::now() >= until => {
+                        Some(Line::Busy(rounds)) if Instant::now() >= until => {
                             return Ok(rounds);
                         }
                         Some(Line::Done) => {

@@ -1,17 +1,15 @@
 //! What one start of Linux has told.
 
-use super::lines::{Line, Splitter, Task, parse};
+use super::CASES;
+use super::lines::{Line, Splitter, UP, parse};
 use crate::BenchError;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// The figures of one start, complete when it is done.
 pub(super) struct Figures {
-    pub(super) up_ns: u64,
-    /// From the start of the machine until this process has read the first line.
-    pub(super) wall_ns: u64,
-    pub(super) tasks_ns: BTreeMap<Task, u64>,
-    pub(super) loop_ns: u64,
+    /// Nanoseconds by case.
+    pub(super) ns: BTreeMap<&'static str, u64>,
     pub(super) loop_result: u64,
 }
 
@@ -19,9 +17,8 @@ pub(super) struct Figures {
 pub(super) struct Listener {
     began: Instant,
     splitter: Splitter,
-    up: Option<(u64, u64)>,
-    tasks_ns: BTreeMap<Task, u64>,
-    looped: Option<(u64, u64)>,
+    ns: BTreeMap<&'static str, u64>,
+    loop_result: u64,
     done: bool,
 }
 
@@ -31,9 +28,8 @@ impl Listener {
         Self {
             began: Instant::now(),
             splitter: Splitter::default(),
-            up: None,
-            tasks_ns: BTreeMap::new(),
-            looped: None,
+            ns: BTreeMap::new(),
+            loop_result: 0,
             done: false,
         }
     }
@@ -45,22 +41,22 @@ impl Listener {
     pub(super) fn take(&mut self, text: &[u8]) -> Result<bool, BenchError> {
         for line in self.splitter.take(text) {
             match parse(&line)? {
-                Some(Line::Up(ns)) => {
-                    self.up = Some((ns, self.began.elapsed().as_nanos() as u64));
+                Some(Line::Time(case, ns)) => {
+                    self.ns.insert(case, ns);
+                    if case == UP {
+                        let wall = self.began.elapsed().as_nanos() as u64;
+                        self.ns.insert("linux.up_wall", wall);
+                    }
                 }
-                Some(Line::Time(task, ns)) => drop(self.tasks_ns.insert(task, ns)),
-                Some(Line::Loop { ns, result }) => self.looped = Some((ns, result)),
+                Some(Line::Loop(ns, result)) => {
+                    self.ns.insert("linux.loop_time", ns);
+                    self.loop_result = result;
+                }
                 Some(Line::Done) => self.done = true,
-                Some(Line::Busy { .. } | Line::Exit(_) | Line::Reads { .. } | Line::Other)
-                | None => {}
+                Some(Line::Busy(_) | Line::Exit(_) | Line::Reads(..) | Line::Other) | None => {}
             }
         }
         Ok(self.done)
-    }
-
-    /// Whether the first process has run.
-    pub(super) fn is_up(&self) -> bool {
-        self.up.is_some()
     }
 
     /// The figures.
@@ -68,21 +64,13 @@ impl Listener {
     /// # Errors
     /// [`BenchError::Stopped`] if one is missing.
     pub(super) fn figures(self) -> Result<Figures, BenchError> {
-        let lacks = |what| BenchError::Stopped(format!("Linux has not told '{what}'"));
-        let (up_ns, wall_ns) = self.up.ok_or_else(|| lacks("PF up"))?;
-        let (loop_ns, loop_result) = self.looped.ok_or_else(|| lacks("PF loop"))?;
-        if let Some(task) = Task::ALL
-            .into_iter()
-            .find(|task| !self.tasks_ns.contains_key(task))
-        {
-            return Err(lacks(task.case()));
+        if let Some(case) = CASES.iter().find(|case| !self.ns.contains_key(*case)) {
+            let why = format!("Linux has not told its '{case}'");
+            return Err(BenchError::Stopped(why));
         }
         Ok(Figures {
-            up_ns,
-            wall_ns,
-            tasks_ns: self.tasks_ns,
-            loop_ns,
-            loop_result,
+            ns: self.ns,
+            loop_result: self.loop_result,
         })
     }
 }
@@ -98,8 +86,8 @@ mod tests {
         assert!(!listener.take(told.as_bytes()).expect("good lines"));
         assert!(listener.take(b"PF done\n").expect("a good line"));
         let figures = listener.figures().expect("all are there");
-        assert_eq!((figures.up_ns, figures.loop_result), (1, 0xff));
-        assert_eq!(figures.tasks_ns[&Task::Touch], 5);
+        assert_eq!((figures.ns[UP], figures.loop_result), (1, 0xff));
+        assert_eq!(figures.ns["linux.touch"], 5);
         for lacking in ["PF up 1\n", "PF pipe 4\n", "PF loop 6 ff\n"] {
             let mut listener = Listener::new();
             let text = told.replace(lacking, "");

@@ -6,7 +6,7 @@
 //! all pages once and then switches to post-copy, over a unix socket.
 
 use super::lines::{Line, Splitter, parse};
-use super::moved::{LINES, WARM_UP};
+use super::moved::{LINES, Times, WARM_UP};
 use super::{Guest, LinuxFlags, go_on};
 use crate::error::{os, scratch};
 use crate::{BenchError, Bound, Conditions, Row, Samples, note};
@@ -30,25 +30,6 @@ const DISK: u64 = 64 << 20;
 const BLOCK: usize = 4096;
 /// The time in which blocks are read.
 const READS: Duration = Duration::from_secs(5);
-
-/// The times of the moves of one guest.
-#[derive(Default)]
-struct Times {
-    /// Milliseconds without a running vCPU.
-    blackouts: Samples,
-    /// Microseconds for which a missing page stopped a vCPU: the median of each move.
-    pages: Samples,
-    /// The same: the 99th percentile of each move.
-    late_pages: Samples,
-}
-
-impl Times {
-    fn push(&mut self, [blackout_ms, page_us, late_page_us]: [f64; 3]) {
-        self.blackouts.push(blackout_ms);
-        self.pages.push(page_us);
-        self.late_pages.push(late_page_us);
-    }
-}
 
 /// Runs `bench linux` on KVM and returns its rows.
 pub(super) fn linux_on_kvm(
@@ -224,7 +205,7 @@ impl Bench<'_> {
         let (mut reads, mut exit_us) = (None, None);
         for line in Splitter::default().take(&text_of(&console)) {
             match parse(&line)? {
-                Some(Line::Reads { ns, blocks }) => {
+                Some(Line::Reads(ns, blocks)) => {
                     reads = Some(blocks as f64 / (ns.max(1) as f64 / 1e9));
                 }
                 Some(Line::Exit(ns)) => exit_us = Some(ns as f64 / 1e3),
@@ -251,44 +232,40 @@ impl Bench<'_> {
             format!("with a disk; it rewrites and checks {mib} MiB and files, beside a timer");
         let page = "of a move: from the fault of a vCPU on a missing page until it may go on; the \
                     page comes over a unix socket";
+        let median = format!("the median {page}");
+        let test = "the test guest: all vCPUs rewrite memory all the time; 1 pre-copy pass";
         let mut rows = vec![
-            test_guest.blackouts.row(
-                "blackout",
-                "kvm",
-                "ms",
-                how("the test guest: all vCPUs rewrite memory all the time; 1 pre-copy pass"),
-            ),
+            test_guest.blackouts.row("blackout", "kvm", "ms", how(test)),
             linux
                 .blackouts
                 .row("linux.blackout", "kvm", "ms", how(&load))
                 .against("blackout", test_guest.blackouts.median())
                 .aiming_at(Bound::RatioAtMost(1.5)),
+            test_guest.pages.row("page", "kvm", "us", how(&median)),
         ];
-        let name = qemu.map(|(qemu, _)| format!("QEMU {}", qemu.version));
-        if let (Some((_, theirs)), Some(name)) = (qemu, &name) {
-            let note = "what QEMU calls the downtime; no disk";
-            rows.push(
-                theirs
-                    .blackouts
-                    .row("linux.blackout", name.as_str(), "ms", how(note)),
-            );
-        }
-        let pages = |times: &Times, case, subject: &str, late: bool| {
-            let (samples, which) = match late {
-                false => (&times.pages, "the median"),
-                true => (&times.late_pages, "the 99th percentile"),
-            };
-            samples.row(case, subject, "us", how(&format!("{which} {page}")))
+        let late = format!("the 99th percentile {page}");
+        let pages = |times: &Times, subject: &str| {
+            [
+                times.pages.row("linux.page", subject, "us", how(&median)),
+                times
+                    .late_pages
+                    .row("linux.page_p99", subject, "us", how(&late)),
+            ]
         };
-        rows.push(pages(test_guest, "page", "kvm", false));
-        for (case, late) in [("linux.page", false), ("linux.page_p99", true)] {
-            let ours = pages(linux, case, "kvm", late);
-            let Some(((_, theirs), name)) = qemu.zip(name.as_ref()) else {
-                rows.push(ours);
-                continue;
-            };
-            let theirs = pages(theirs, case, name, late);
-            rows.push(ours.against(name.as_str(), theirs.value));
+        let ours = pages(linux, "kvm");
+        let Some((qemu, theirs)) = qemu else {
+            rows.extend(ours);
+            return rows;
+        };
+        let name = format!("QEMU {}", qemu.version);
+        let downtime = how("what QEMU calls the downtime; no disk");
+        rows.push(
+            theirs
+                .blackouts
+                .row("linux.blackout", &*name, "ms", downtime),
+        );
+        for (ours, theirs) in ours.into_iter().zip(pages(theirs, &name)) {
+            rows.push(ours.against(&*name, theirs.value));
             rows.push(theirs);
         }
         rows

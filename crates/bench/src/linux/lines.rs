@@ -2,69 +2,26 @@
 
 use crate::BenchError;
 
+/// The case of the first process's start.
+pub(super) const UP: &str = "linux.up";
+
 /// What a line that begins with `PF` says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Line {
-    /// The first process runs. The guest's clock, in nanoseconds.
-    Up(u64),
-    /// What something takes, in nanoseconds.
-    Time(Task, u64),
-    /// The arithmetic loop.
-    Loop {
-        /// Its nanoseconds.
-        ns: u64,
-        /// What it has computed.
-        result: u64,
-    },
-    /// Mixed work so far.
-    Busy {
-        /// Rounds that are done.
-        rounds: u64,
-    },
+    /// The nanoseconds that something takes by the guest's clock, and its case.
+    Time(&'static str, u64),
+    /// The arithmetic loop: its nanoseconds, and what it has computed.
+    Loop(u64, u64),
+    /// Rounds of mixed work that are done.
+    Busy(u64),
     /// The time of an instruction that leaves the guest, in nanoseconds.
     Exit(u64),
-    /// Reads of a disk.
-    Reads {
-        /// The time in nanoseconds.
-        ns: u64,
-        /// The blocks that were read in it.
-        blocks: u64,
-    },
+    /// Reads of a disk: the time in nanoseconds, and the blocks that were read in it.
+    Reads(u64, u64),
     /// The work is done.
     Done,
     /// A line of another kind of work.
     Other,
-}
-
-/// What an operating system does often.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Task {
-    Fork,
-    Exec,
-    Pipe,
-    Touch,
-}
-
-impl Task {
-    pub(super) const ALL: [Self; 4] = [Self::Fork, Self::Exec, Self::Pipe, Self::Touch];
-
-    pub(super) const fn case(self) -> &'static str {
-        match self {
-            Self::Fork => "linux.fork",
-            Self::Exec => "linux.exec",
-            Self::Pipe => "linux.pipe",
-            Self::Touch => "linux.touch",
-        }
-    }
-
-    pub(super) const fn words(self) -> &'static str {
-        match self {
-            Self::Fork => "a fork with exit and wait; guest clock",
-            Self::Exec => "the same with an exec; guest clock",
-            Self::Pipe => "a round trip of a byte through two pipes; guest clock",
-            Self::Touch => "the first store to a page; guest clock",
-        }
-    }
 }
 
 /// Reads a line of the console. `None`: it is not the first process's, but the kernel's.
@@ -77,7 +34,7 @@ pub(super) fn parse(line: &str) -> Result<Option<Line>, BenchError> {
         return Ok(None);
     };
     let words: Vec<&str> = rest.split_whitespace().collect();
-    let time = |task, ns: &str| Some(Line::Time(task, ns.parse().ok()?));
+    let time = |case, ns: &str| Some(Line::Time(case, ns.parse().ok()?));
     let read = match words.as_slice() {
         ["FAIL", what @ ..] => {
             let what = what.join(" ");
@@ -85,18 +42,30 @@ pub(super) fn parse(line: &str) -> Result<Option<Line>, BenchError> {
                 "Linux reports a failure of '{what}'"
             )));
         }
-        ["up", ns] => ns.parse().ok().map(Line::Up),
-        ["fork", ns] => time(Task::Fork, ns),
-        ["exec", ns] => time(Task::Exec, ns),
-        ["pipe", ns] => time(Task::Pipe, ns),
-        ["touch", ns] => time(Task::Touch, ns),
-        ["loop", ns, result] => read_loop(ns, result),
-        ["busy", _, rounds] => rounds.parse().ok().map(|rounds| Line::Busy { rounds }),
+        ["up", ns] => time(UP, ns),
+        ["fork", ns] => time("linux.fork", ns),
+        ["exec", ns] => time("linux.exec", ns),
+        ["pipe", ns] => time("linux.pipe", ns),
+        ["touch", ns] => time("linux.touch", ns),
+        ["loop", ns, result] => {
+            let result = u64::from_str_radix(result, 16).ok();
+            ns.parse()
+                .ok()
+                .zip(result)
+                .map(|(ns, result)| Line::Loop(ns, result))
+        }
+        ["busy", _, rounds] => rounds.parse().ok().map(Line::Busy),
         ["exit", ns] => ns.parse().ok().map(Line::Exit),
-        ["reads", ns, blocks] => read_blocks(ns, blocks),
-        ["load" | "md5" | "net", _, wrong] => match wrong.parse() {
+        ["reads", ns, blocks] => {
+            let both = ns.parse().ok().zip(blocks.parse().ok());
+            both.map(|(ns, blocks)| Line::Reads(ns, blocks))
+        }
+        ["load" | "md5" | "net", _, wrong] => match wrong.parse::<u64>() {
             Ok(0) => Some(Line::Other),
-            Ok(wrong) => return Err(wrong_contents(wrong)),
+            Ok(wrong) => {
+                let why = format!("Linux found wrong contents {wrong} times");
+                return Err(BenchError::WrongValue(why));
+            }
             Err(_) => None,
         },
         ["done"] => Some(Line::Done),
@@ -109,24 +78,6 @@ pub(super) fn parse(line: &str) -> Result<Option<Line>, BenchError> {
             "its first process wrote '{line}': expected a line of lab/guest-linux/init.c"
         ))),
     }
-}
-
-fn wrong_contents(wrong: u64) -> BenchError {
-    BenchError::WrongValue(format!("Linux found wrong contents {wrong} times"))
-}
-
-fn read_loop(ns: &str, result: &str) -> Option<Line> {
-    Some(Line::Loop {
-        ns: ns.parse().ok()?,
-        result: u64::from_str_radix(result, 16).ok()?,
-    })
-}
-
-fn read_blocks(ns: &str, blocks: &str) -> Option<Line> {
-    Some(Line::Reads {
-        ns: ns.parse().ok()?,
-        blocks: blocks.parse().ok()?,
-    })
 }
 
 /// Cuts what a console writes into lines.
@@ -174,21 +125,19 @@ mod tests {
 
     #[test]
     fn each_line_of_the_first_process_is_read() {
-        let read = |line| parse(line).expect("a good line");
-        assert_eq!(read("PF up 262793200"), Some(Line::Up(262_793_200)));
-        assert_eq!(read("PF fork 7"), Some(Line::Time(Task::Fork, 7)));
-        assert_eq!(read("PF exec 7"), Some(Line::Time(Task::Exec, 7)));
-        assert_eq!(read("PF pipe 7"), Some(Line::Time(Task::Pipe, 7)));
-        assert_eq!(read("PF touch 7"), Some(Line::Time(Task::Touch, 7)));
-        let looped = Line::Loop {
-            ns: 9,
-            result: 0xd85e_ef52_1f96_32d3,
-        };
+        let read = |line: &str| parse(line).expect("a good line");
+        assert_eq!(read("PF up 262793200"), Some(Line::Time(UP, 262_793_200)));
+        for task in ["fork", "exec", "pipe", "touch"] {
+            match read(&format!("PF {task} 7")) {
+                Some(Line::Time(case, 7)) => assert_eq!(case, format!("linux.{task}")),
+                other => panic!("{task} is {other:?}"),
+            }
+        }
+        let looped = Line::Loop(9, 0xd85e_ef52_1f96_32d3);
         assert_eq!(read("PF loop 9 d85eef521f9632d3"), Some(looped));
-        assert_eq!(read("PF busy 9 12"), Some(Line::Busy { rounds: 12 }));
+        assert_eq!(read("PF busy 9 12"), Some(Line::Busy(12)));
         assert_eq!(read("PF exit 7"), Some(Line::Exit(7)));
-        let reads = Line::Reads { ns: 9, blocks: 12 };
-        assert_eq!(read("PF reads 9 12"), Some(reads));
+        assert_eq!(read("PF reads 9 12"), Some(Line::Reads(9, 12)));
         assert_eq!(read("PF load 4000 0"), Some(Line::Other));
         assert_eq!(read("PF tick 5 6"), Some(Line::Other));
         assert_eq!(read("PF done"), Some(Line::Done));

@@ -26,7 +26,7 @@ use crate::{BenchError, Bound, Conditions, Row, Samples, note, stop_on_interrupt
 use bare::{BareLoop, INSTRUCTIONS, ROUNDS, measure_bare};
 use clap::value_parser;
 use figures::Figures;
-use lines::Task;
+use lines::UP;
 pub(crate) use moved::LinuxSource;
 use moved::Moves;
 use pageferry_harness::{guest_linux, size};
@@ -46,6 +46,50 @@ const LIMIT: Duration = Duration::from_secs(180);
 const MEASURE: &str = "console=hvc0 panic=-1 quiet pf=measure";
 /// The name of the figure of the bare loop.
 const BARE: &str = "bare.loop";
+
+/// The figures of a start.
+const CASES: [&str; 7] = [
+    UP,
+    "linux.up_wall",
+    "linux.fork",
+    "linux.exec",
+    "linux.pipe",
+    "linux.touch",
+    "linux.loop_time",
+];
+
+/// How a figure is measured.
+fn note_of(case: &str) -> &'static str {
+    match case {
+        UP => "from the kernel's first instructions to the first process; guest clock",
+        "linux.up_wall" => {
+            "from the start of the machine to the first process's first line; wall clock; QEMU's \
+             includes its process and its firmware"
+        }
+        "linux.fork" => "a fork with exit and wait; guest clock",
+        "linux.exec" => "the same with an exec; guest clock",
+        "linux.pipe" => "a round trip of a byte through two pipes; guest clock",
+        "linux.touch" => "the first store to a page; guest clock",
+        _ => "20 million rounds of 13 instructions in a process; guest clock; QEMU translates code",
+    }
+}
+
+/// The unit of a figure, and its nanoseconds.
+fn unit_of(case: &str) -> (&'static str, f64) {
+    match case {
+        UP | "linux.up_wall" | "linux.loop_time" => ("ms", 1e6),
+        _ => ("us", 1e3),
+    }
+}
+
+/// The target of a figure beside QEMU's.
+fn target(case: &str) -> Option<Bound> {
+    match case {
+        "linux.touch" => None,
+        "linux.loop_time" => Some(Bound::RatioAtMost(10.0)),
+        _ => Some(Bound::RatioAtMost(1.0)),
+    }
+}
 
 /// `pageferry-bench linux`.
 #[derive(Debug, clap::Args)]
@@ -175,28 +219,16 @@ struct Rounds {
     loop_result: Option<u64>,
 }
 
-/// The samples of one hypervisor with one number of vCPUs.
-#[derive(Default)]
-struct Column {
-    up_ms: Samples,
-    wall_ms: Samples,
-    tasks_us: BTreeMap<Task, Samples>,
-    loop_ms: Samples,
-    /// Instructions a second.
-    loop_rate: Samples,
-}
+/// The samples of one hypervisor with one number of vCPUs, by case and in its unit.
+type Column = BTreeMap<&'static str, Samples>;
 
-impl Column {
-    fn add(&mut self, figures: &Figures) {
-        self.up_ms.push(figures.up_ns as f64 / 1e6);
-        self.wall_ms.push(figures.wall_ns as f64 / 1e6);
-        for (&task, &ns) in &figures.tasks_ns {
-            let samples = self.tasks_us.entry(task).or_default();
-            samples.push(ns as f64 / 1e3);
-        }
-        self.loop_ms.push(figures.loop_ns as f64 / 1e6);
-        self.loop_rate.push(rate(figures.loop_ns));
+fn add(column: &mut Column, figures: &Figures) {
+    for case in CASES {
+        let samples = column.entry(case).or_default();
+        samples.push(figures.ns[case] as f64 / unit_of(case).1);
     }
+    let looped = column.entry("linux.loop").or_default();
+    looped.push(rate(figures.ns["linux.loop_time"]));
 }
 
 /// Instructions of a loop a second.
@@ -220,7 +252,7 @@ impl Rounds {
                 Some(qemu) => (&mut self.qemu, guest.measure_qemu(qemu, vcpus)?),
                 None => continue,
             };
-            columns.entry(vcpus).or_default().add(&figures);
+            add(columns.entry(vcpus).or_default(), &figures);
             self.check(figures.loop_result)?;
         }
         Ok(())
@@ -246,44 +278,9 @@ impl Rounds {
         let mut rows = Vec::new();
         for (&vcpus, ours) in &self.soft {
             let theirs = self.qemu.get(&vcpus).zip(qemu);
-            let note = "from the kernel's first instructions to the first process; guest clock";
-            rows.extend(beside("linux.up", "ms", ours, theirs, vcpus, note, |c| {
-                Some(&c.up_ms)
-            }));
-            let note = "from the start of the machine to the first process's first line; wall clock; \
-                        QEMU's includes its process and its firmware";
-            rows.extend(beside(
-                "linux.up_wall",
-                "ms",
-                ours,
-                theirs,
-                vcpus,
-                note,
-                |c| Some(&c.wall_ms),
-            ));
-            for task in Task::ALL {
-                let all = beside(
-                    task.case(),
-                    "us",
-                    ours,
-                    theirs,
-                    vcpus,
-                    task.words(),
-                    |column| column.tasks_us.get(&task),
-                );
-                rows.extend(all);
+            for case in CASES {
+                rows.extend(beside(case, ours, theirs, vcpus));
             }
-            let note = "20 million rounds of 13 instructions in a process; guest clock; QEMU \
-                        translates code";
-            rows.extend(beside(
-                "linux.loop_time",
-                "ms",
-                ours,
-                theirs,
-                vcpus,
-                note,
-                |column| Some(&column.loop_ms),
-            ));
         }
         rows.extend(self.loop_rows());
         rows.extend(self.moves.rows());
@@ -292,17 +289,14 @@ impl Rounds {
 
     /// The loop in a process of Linux, beside the same in a bare guest.
     fn loop_rows(&self) -> Vec<Row> {
-        let bare = Conditions::here(
-            1,
-            MEMORY,
-            "no operating system, no page tables; guest clock",
-        );
+        let bare = "no operating system, no page tables; guest clock";
+        let bare = Conditions::here(1, MEMORY, bare);
         let unit = "instructions/s";
         let mut rows = vec![self.bare.row(BARE, "soft, 1 vCPU", unit, bare)];
         rows.extend(self.soft.get(&1).map(|ours| {
             let note = "the loop in a process of Linux; guest clock";
             let how = Conditions::here(1, MEMORY, note);
-            let row = ours.loop_rate.row("linux.loop", "soft, 1 vCPU", unit, how);
+            let row = ours["linux.loop"].row("linux.loop", "soft, 1 vCPU", unit, how);
             row.against(BARE, self.bare.median())
                 .aiming_at(Bound::RatioAtLeast(0.95))
         }));
@@ -310,43 +304,31 @@ impl Rounds {
     }
 }
 
-/// The rows of one figure: ours, and QEMU's if there is one.
+/// The rows of one case: ours, and QEMU's if there is one. Only those of one vCPU have targets.
 fn beside(
     case: &'static str,
-    unit: &'static str,
     ours: &Column,
     theirs: Option<(&Column, &Qemu)>,
     vcpus: u32,
-    note: &str,
-    of: impl Fn(&Column) -> Option<&Samples>,
 ) -> Vec<Row> {
     let row = |column: &Column, name: &str| {
         let s = if vcpus == 1 { "" } else { "s" };
         let subject = format!("{name}, {vcpus} vCPU{s}");
-        let how = Conditions::here(vcpus, MEMORY, note);
-        of(column).map(|samples| samples.row(case, subject, unit, how))
+        let how = Conditions::here(vcpus, MEMORY, note_of(case));
+        column[case].row(case, subject, unit_of(case).0, how)
     };
-    let theirs = theirs.and_then(|(column, qemu)| {
-        let name = format!("QEMU {}", qemu.version);
-        row(column, &name).map(|row| (row, name))
-    });
-    let mut ours = row(ours, "soft");
-    if let Some((theirs, name)) = &theirs {
-        ours = ours.map(|ours| ours.against(name.as_str(), theirs.value));
-    }
-    if let Some(bound) = target(case).filter(|_| vcpus == 1 && theirs.is_some()) {
-        ours = ours.map(|ours| ours.aiming_at(bound));
-    }
-    ours.into_iter().chain(theirs.map(|(row, _)| row)).collect()
-}
-
-/// The target of a figure beside QEMU's.
-fn target(case: &str) -> Option<Bound> {
-    match case {
-        "linux.touch" => None,
-        "linux.loop_time" => Some(Bound::RatioAtMost(10.0)),
-        _ => Some(Bound::RatioAtMost(1.0)),
-    }
+    let ours = row(ours, "soft");
+    let Some((theirs, qemu)) = theirs else {
+        return vec![ours];
+    };
+    let name = format!("QEMU {}", qemu.version);
+    let theirs = row(theirs, &name);
+    let ours = ours.against(name, theirs.value);
+    let ours = match target(case).filter(|_| vcpus == 1) {
+        Some(bound) => ours.aiming_at(bound),
+        None => ours,
+    };
+    vec![ours, theirs]
 }
 
 #[cfg(test)]
@@ -356,10 +338,7 @@ mod tests {
     fn figures(ms: u64) -> Figures {
         let ns = ms * 1_000_000;
         Figures {
-            up_ns: ns,
-            wall_ns: ns,
-            tasks_ns: Task::ALL.into_iter().map(|task| (task, ns)).collect(),
-            loop_ns: ns,
+            ns: CASES.iter().map(|case| (*case, ns)).collect(),
             loop_result: 7,
         }
     }
@@ -368,8 +347,8 @@ mod tests {
     fn figures_of_one_vcpu_are_judged_beside_qemu() {
         let mut rounds = Rounds::default();
         for vcpus in VCPUS {
-            rounds.soft.entry(vcpus).or_default().add(&figures(3));
-            rounds.qemu.entry(vcpus).or_default().add(&figures(2));
+            add(rounds.soft.entry(vcpus).or_default(), &figures(3));
+            add(rounds.qemu.entry(vcpus).or_default(), &figures(2));
         }
         rounds
             .add_bare(&BareLoop {

@@ -32,43 +32,38 @@ pub(super) struct Moves {
 
 /// What the moves of one guest took.
 #[derive(Default)]
-struct Times {
+pub(super) struct Times {
     /// Milliseconds without a running vCPU.
-    blackouts: Samples,
-    /// The median time in microseconds for which a missing page stopped a vCPU, of each move.
-    pages: Samples,
+    pub(super) blackouts: Samples,
+    /// Microseconds for which a missing page stopped a vCPU: the median of each move.
+    pub(super) pages: Samples,
+    /// The same: the 99th percentile of each move.
+    pub(super) late_pages: Samples,
 }
 
 impl Times {
-    fn push(&mut self, moved: &Moved) {
-        self.blackouts.push(moved.blackout_ms);
-        self.pages.push(moved.page_us);
+    pub(super) fn push(&mut self, [blackout_ms, page_us, late_page_us]: [f64; 3]) {
+        self.blackouts.push(blackout_ms);
+        self.pages.push(page_us);
+        self.late_pages.push(late_page_us);
     }
-}
-
-/// A VM that has come.
-struct Moved {
-    vm: Vm,
-    blackout_ms: f64,
-    page_us: f64,
 }
 
 impl Moves {
     /// Moves each guest once.
     pub(super) fn measure(&mut self, guest: &Guest) -> Result<(), BenchError> {
-        let moved = move_here(&blackout::source(Engine::Soft, MEMORY))?;
-        self.test_guest.push(&moved);
-        drop(moved);
-        let moved = move_here(&LinuxSource {
+        let (vm, times) = move_here(&blackout::source(Engine::Soft, MEMORY))?;
+        self.test_guest.push(times);
+        drop(vm);
+        let (vm, times) = move_here(&LinuxSource {
             kernel: guest.files.kernel.clone(),
             initrd: guest.files.initrd.clone(),
         })?;
-        let vm = &moved.vm;
         let console = vm.machine.console();
         let console = console.ok_or_else(|| BenchError::Stopped("Linux has no console".into()))?;
         let deadline = Instant::now() + LIMIT;
-        listen_to(vm, console, LINES, deadline)?;
-        self.linux.push(&moved);
+        listen_to(&vm, console, LINES, deadline)?;
+        self.linux.push(times);
         Ok(())
     }
 
@@ -96,8 +91,8 @@ impl Moves {
     }
 }
 
-/// Moves the VM of `source` from another process to this one.
-fn move_here(source: &impl Part) -> Result<Moved, BenchError> {
+/// Moves the VM of `source` from another process to this one. Returns it, and what [`Times`] has.
+fn move_here(source: &impl Part) -> Result<(Vm, [f64; 3]), BenchError> {
     let mut peer = Peer::start(source)?;
     let deadline = Instant::now() + LIMIT;
     let stop = || crate::is_cancelled() || Instant::now() > deadline;
@@ -113,11 +108,9 @@ fn move_here(source: &impl Part) -> Result<Moved, BenchError> {
         .first_instruction
         .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;
     let blackout = first.saturating_sub(sent.last_stop);
-    Ok(Moved {
-        vm,
-        blackout_ms: blackout.as_secs_f64() * 1e3,
-        page_us: report.stalls.value_at_quantile(0.5) as f64 / 1e3,
-    })
+    let [page_us, late_page_us] =
+        [0.5, 0.99].map(|q| report.stalls.value_at_quantile(q) as f64 / 1e3);
+    Ok((vm, [blackout.as_secs_f64() * 1e3, page_us, late_page_us]))
 }
 
 /// Runs Linux under load, and moves it.

@@ -45,7 +45,7 @@ use crate::demand_paging::{
 };
 use crate::output::Output;
 use crate::vm::{check_host_memory, isa_of};
-use crate::{BenchError, Samples, note};
+use crate::{BenchError, Samples, note, rounds};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_machine::Engine;
 use parts::{Guests, Parts};
@@ -58,31 +58,8 @@ const TABLE_PAGES: u32 = 512;
 /// because the queue has long been in its steady state.
 const MAX_SIMULATED: u32 = 2048;
 
-/// The figures of the talk, which are not measured or modelled here.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Talk {
-    /// The vCPUs of the VM.
-    pub(crate) vcpus: u32,
-    /// The share of time that vCPUs waited for KVM's MMU lock with serialised faults, in percent.
-    pub(crate) waiting_percent: f64,
-    /// The share of time that parallel faults saved, in percent.
-    pub(crate) saved_percent: f64,
-    /// The source of these figures.
-    pub(crate) source: &'static str,
-}
-
-/// A talk on the same change in KVM.
-pub(crate) const TALK: Talk = Talk {
-    vcpus: 416,
-    waiting_percent: 98.0,
-    saved_percent: 89.0,
-    source: "Ben Gardon, \"Improving MMU Scalability in x86 KVM\", KVM Forum 2019: KVM with a 416-vCPU, 12 TiB VM",
-};
-
-/// The numbers of vCPUs that are modelled, unless others are named.
-const VCPUS: [u32; 14] = [
-    1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, TALK.vcpus,
-];
+/// The numbers of vCPUs that are modelled, unless others are named. The last is the talk's.
+const VCPUS: [u32; 14] = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 416];
 
 /// The state of the pages before the touch, and their delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,10 +184,7 @@ pub(crate) fn model(flags: &DemandFlags) -> Result<Output, BenchError> {
     };
     let mut real: Vec<_> = real_runs().map(|run| (run, Samples::default())).collect();
     let repeat = flags.common.rounds(21, 1);
-    for round in 1..=repeat {
-        note(&format!(
-            "measuring the model's inputs, round {round} of {repeat}"
-        ));
+    for _ in rounds(repeat, "measuring the model's inputs") {
         model.parts.round(&on)?;
         for (run, samples) in &mut real {
             samples.push(run.measure(&on)?);

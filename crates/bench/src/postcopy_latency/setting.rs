@@ -157,13 +157,7 @@ pub(crate) struct LatencyFlags {
     #[arg(long, default_value = "soft", value_name = "kvm|soft")]
     engine: Engine,
     /// Sizes of the pages behind the guest, at both ends [default: 4k,2m; with --quick 4k]
-    #[arg(
-        long,
-        value_name = "4k,2m",
-        value_delimiter = ',',
-        value_enum,
-        ignore_case = true
-    )]
+    #[arg(long, value_name = "4k,2m", value_delimiter = ',', ignore_case = true)]
     pages: Vec<HostPage>,
     /// Numbers of vCPUs
     #[arg(short, long, value_name = "N,..", default_value = "1,16", value_delimiter = ',', value_parser = value_parser!(u32).range(1..=64))]

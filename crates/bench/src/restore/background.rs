@@ -5,7 +5,7 @@ use super::paced::{self, Paced};
 use super::vmm::{Memory, Restored};
 use crate::error::os;
 use crate::peer::Peer;
-use crate::{BenchError, Bound, Conditions, Row, Samples, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, rounds};
 use pageferry_pager::{Background, Name, Pager, Restore, Settings};
 use std::fs::File;
 use std::io;
@@ -27,16 +27,15 @@ pub(super) fn measure(
     (memory, bytes): (&Path, u64),
 ) -> Result<Vec<Row>, BenchError> {
     let [mut plain, mut rate, mut idle, mut busy] = [(); 4].map(|()| Samples::default());
-    for round in 1..=repeat {
-        note(&format!("background load, round {round} of {repeat}"));
+    for _ in rounds(repeat, "background load") {
         let speed = bytes as f64 / read_all(memory)?.as_secs_f64();
         plain.push(speed);
-        let (_, p99) = one(scratch, (memory, bytes), None)?;
-        idle.push(p99.as_secs_f64() * 1e6);
+        let (_, p99_us) = one(scratch, (memory, bytes), None)?;
+        idle.push(p99_us);
         let most = NonZeroU64::new((speed * 0.8) as u64);
-        let (took, p99) = one(scratch, (memory, bytes), most)?;
+        let (took, p99_us) = one(scratch, (memory, bytes), most)?;
         rate.push(bytes as f64 / took.as_secs_f64());
-        busy.push(p99.as_secs_f64() * 1e6);
+        busy.push(p99_us);
     }
     let note = format!("no guest; one thread touches a page each {PACE:?}; the file is cold");
     let row = |samples: &Samples, case, subject: &str, unit| {
@@ -71,12 +70,13 @@ fn opened_cold(memory: &Path) -> Result<File, BenchError> {
     Ok(file)
 }
 
-/// One VM: the time until all memory was there, and the 99th percentile of its touches.
+/// One VM: the time until all memory was there, and the 99th percentile of its touches in
+/// microseconds.
 fn one(
     scratch: &Path,
     (memory, bytes): (&Path, u64),
     most: Option<NonZeroU64>,
-) -> Result<(Duration, Duration), BenchError> {
+) -> Result<(Duration, f64), BenchError> {
     let settings = Settings {
         directory: scratch.join("state"),
         ..Settings::default()
@@ -123,5 +123,5 @@ fn one(
             "the pager has not noticed the end of its VMM",
         ));
     }
-    Ok((took, touches.p99))
+    Ok((took, touches.p99_us))
 }

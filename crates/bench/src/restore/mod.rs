@@ -36,6 +36,7 @@ use pageferry_pager::{
 };
 use remote::Remote;
 use rustix::fs::{Advice, fadvise};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixListener;
@@ -108,14 +109,17 @@ fn subject(way: Way, cold: bool) -> String {
     format!("{name}, {}", if cold { "cold" } else { "warm" })
 }
 
-#[derive(Default)]
-struct Figures {
-    ms: Samples,
-    p50_us: Samples,
-    p99_us: Samples,
-    private: Samples,
-    faults: Samples,
-}
+/// The samples of a way, by case.
+type Figures = BTreeMap<&'static str, Samples>;
+
+/// The cases with their units.
+const CASES: [(&str, &str); 5] = [
+    ("restore.touched", "ms"),
+    ("restore.touch_p50", "us"),
+    ("restore.touch_p99", "us"),
+    ("restore.private", "B"),
+    ("restore.faults", "faults"),
+];
 
 /// The name of the memory file in a mount.
 const MOUNTED: &str = "memory";
@@ -151,7 +155,7 @@ pub(crate) fn restore(flags: &RestoreFlags) -> Result<Vec<Row>, BenchError> {
             LOCAL_WAYS
         }
     };
-    let mut all: Vec<Figures> = (0..ways).map(|_| Figures::default()).collect();
+    let mut all: Vec<Figures> = vec![Figures::default(); ways];
     let file = File::open(&memory).map_err(os("the memory file"))?;
     let one = |cold| One {
         flags,
@@ -180,12 +184,16 @@ pub(crate) fn restore(flags: &RestoreFlags) -> Result<Vec<Row>, BenchError> {
                 subject(way, cold)
             ));
             let (touched, faults) = one(cold).measure(way)?;
-            figures.ms.push(touched.took.as_secs_f64() * 1e3);
-            figures.p50_us.push(touched.p50.as_secs_f64() * 1e6);
-            figures.p99_us.push(touched.p99.as_secs_f64() * 1e6);
-            figures.private.push(touched.private_bytes as f64);
-            if let Some(faults) = faults {
-                figures.faults.push(faults as f64);
+            for ((case, _), sample) in CASES.into_iter().zip([
+                Some(touched.took.as_secs_f64() * 1e3),
+                Some(touched.p50_us),
+                Some(touched.p99_us),
+                Some(touched.private_bytes as f64),
+                faults.map(|faults| faults as f64),
+            ]) {
+                if let Some(sample) = sample {
+                    figures.entry(case).or_default().push(sample);
+                }
             }
         }
     }
@@ -204,49 +212,38 @@ fn rows(flags: &RestoreFlags, all: &[Figures]) -> Vec<Row> {
     );
     let mut rows = Vec::new();
     for ((way, cold), figures) in WAYS.into_iter().zip(all) {
-        if figures.ms.is_empty() {
-            continue;
-        }
-        let row = |samples: &Samples, case, unit| {
+        for (case, unit) in CASES {
+            let Some(samples) = figures.get(case) else {
+                continue;
+            };
             let conditions = Conditions::here(0, flags.memory, note.clone());
-            samples.row(case, subject(way, cold), unit, conditions)
-        };
-        // The same figure of another way.
-        let beside = |row: Row, other: (Way, bool), of: fn(&Figures) -> &Samples, most: f64| {
-            let at = WAYS.iter().position(|each| *each == other);
-            let other_figure = of(&all[at.expect("it is measured")]).median();
-            row.against(subject(other.0, other.1), other_figure)
-                .aiming_at(Bound::RatioAtMost(most))
-        };
-        let time = row(&figures.ms, "restore.touched", "ms");
-        rows.push(match (way, cold) {
-            (Way::Pager, false) => beside(time, (Way::Plain, false), |other| &other.ms, 0.67),
-            (Way::Replay, false) => beside(time, (Way::Mapping, false), |other| &other.ms, 1.3),
-            (Way::Pager | Way::Replay, true) => {
-                beside(time, (Way::Mapping, true), |other| &other.ms, 1.0)
+            let row = samples.row(case, subject(way, cold), unit, conditions);
+            if let Some((other, most)) = aim(case, way, cold) {
+                let at = WAYS.iter().position(|each| *each == (other, cold));
+                let figures = &all[at.expect("it is measured")];
+                let row = row.against(subject(other, cold), figures[case].median());
+                rows.push(row.aiming_at(Bound::RatioAtMost(most)));
+            } else if matches!(way, Way::Peer | Way::PeerReplay) && unit == "ms" {
+                let best = flags.working_set as f64 * 8e3 / remote::BITS as f64;
+                rows.push(row.against("the working set at 1 Gbit/s", best));
+            } else {
+                rows.push(row);
             }
-            (Way::Peer | Way::PeerReplay, _) => time.against(
-                "the working set at 1 Gbit/s",
-                flags.working_set as f64 * 8e3 / remote::BITS as f64,
-            ),
-            _ => time,
-        });
-        rows.push(row(&figures.p50_us, "restore.touch_p50", "us"));
-        let p99 = row(&figures.p99_us, "restore.touch_p99", "us");
-        rows.push(match (way, cold) {
-            (Way::Pager, false) => beside(p99, (Way::Plain, false), |other| &other.p99_us, 1.0),
-            _ => p99,
-        });
-        let private = row(&figures.private, "restore.private", "B");
-        rows.push(match way {
-            Way::MountAgain => beside(private, (Way::Mapping, false), |other| &other.private, 1.05),
-            _ => private,
-        });
-        if !figures.faults.is_empty() {
-            rows.push(row(&figures.faults, "restore.faults", "faults"));
         }
     }
     rows
+}
+
+/// The way whose figure is the baseline, and the largest ratio to it.
+fn aim(case: &str, way: Way, cold: bool) -> Option<(Way, f64)> {
+    match (case, way, cold) {
+        ("restore.touched", Way::Pager, false) => Some((Way::Plain, 0.67)),
+        ("restore.touched", Way::Replay, false) => Some((Way::Mapping, 1.3)),
+        ("restore.touched", Way::Pager | Way::Replay, true) => Some((Way::Mapping, 1.0)),
+        ("restore.touch_p99", Way::Pager, false) => Some((Way::Plain, 1.0)),
+        ("restore.private", Way::MountAgain, false) => Some((Way::Mapping, 1.05)),
+        _ => None,
+    }
 }
 
 /// Writes a memory file without zero pages, to the disk.

@@ -1,8 +1,8 @@
 //! A VMM that touches page after page, slowly, and tells how long touches take.
 
 use super::vmm::Restored;
-use crate::BenchError;
 use crate::peer::{Part, Peer, read_line, send, send_line};
+use crate::{BenchError, Samples};
 use pageferry_addr::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -22,8 +22,8 @@ pub(crate) struct Paced {
 /// The touches of a VMM between two lines.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Touches {
-    pub(super) p99: Duration,
-    pub(super) longest: Duration,
+    pub(super) p99_us: f64,
+    pub(super) longest_us: f64,
 }
 
 impl Part for Paced {
@@ -44,27 +44,22 @@ impl Part for Paced {
             Ok::<_, BenchError>(())
         });
         let pages = self.vm.bytes / PAGE_SIZE;
-        let mut counted = None;
+        let (mut lines, mut times) = (0, Samples::default());
         for touched in 0.. {
-            let took = touch(touched * SCATTER % pages)?;
-            if let Some(times) = &mut counted {
-                Vec::push(times, took);
+            let took_us = touch(touched * SCATTER % pages)?;
+            if lines == 1 {
+                times.push(took_us);
             }
-            match (end.recv_timeout(self.pace), &counted) {
-                (Ok(()), None) => counted = Some(Vec::new()),
-                (Ok(()), Some(_)) => break,
-                (Err(_), _) => {}
+            lines += u32::from(end.recv_timeout(self.pace).is_ok());
+            if lines == 2 {
+                break;
             }
         }
         reader.join().expect("it only reads")?;
-        let mut times = counted.unwrap_or_default();
-        times.sort_unstable();
-        let at = |q: f64| {
-            let index = times.len().saturating_sub(1) as f64 * q;
-            times.get(index as usize).copied().unwrap_or_default()
-        };
-        let (p99, longest) = (at(0.99), at(1.0));
-        send(&Touches { p99, longest })
+        send(&Touches {
+            p99_us: times.quantile(0.99),
+            longest_us: times.quantile(1.0),
+        })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::error::os;
 use crate::kit::Random;
-use crate::{BenchError, Bound, Conditions, Row, Samples, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, note, rounds};
 use pageferry_pager::{PackedSource, Source};
 use pageferry_snapshot::{Input, Options, Snapshot, pack};
 use std::fs::File;
@@ -36,10 +36,7 @@ pub(super) fn measure(repeat: u32, bytes: u64, scratch: &Path) -> Result<Vec<Row
     packed_of(&memory, &flat, None)?;
 
     let [mut first, mut deep_all, mut flat_all] = [(); 3].map(|()| Samples::default());
-    for round in 1..=repeat {
-        note(&format!(
-            "reading a snapshot {DEPTH} diffs deep, round {round} of {repeat}"
-        ));
+    for _ in rounds(repeat, format!("reading a snapshot {DEPTH} diffs deep")) {
         let began = Instant::now();
         let source = PackedSource::open(&deep).map_err(BenchError::peer)?;
         source.read(0, &mut [0; 4096]).map_err(BenchError::peer)?;

@@ -5,7 +5,7 @@ use super::vmm::{Memory, Restored};
 use super::write_memory;
 use crate::error::os;
 use crate::peer::{Part, Peer, read_line, send_line};
-use crate::{BenchError, Bound, Conditions, Row, Samples, note};
+use crate::{BenchError, Bound, Conditions, Row, Samples, rounds};
 use pageferry_pager::{Name, Pager, Restore, Settings};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -61,17 +61,14 @@ pub(super) fn measure(repeat: u32, scratch: &Path) -> Result<Vec<Row>, BenchErro
     let memory = scratch.join("small");
     write_memory(&memory, MEMORY).map_err(os("cannot write a memory file"))?;
     let (mut served, mut longest) = (Samples::default(), Samples::default());
-    for round in 1..=repeat {
-        note(&format!(
-            "killing the pager of {VMS} VMs, round {round} of {repeat}"
-        ));
+    for round in rounds(repeat, format!("killing the pager of {VMS} VMs")) {
         let pager = Restarted {
             directory: scratch.join(format!("restarted-{round}")),
             memory: memory.clone(),
         };
-        let (again, stall) = one(&pager)?;
+        let (again, stall_us) = one(&pager)?;
         served.push(again.as_secs_f64() * 1e3);
-        longest.push(stall.as_secs_f64() * 1e3);
+        longest.push(stall_us / 1e3);
     }
     let note = format!("{VMS} VMMs without guests, each touches a page in {PACE:?}");
     let subject = "pager that is killed and started again";
@@ -86,8 +83,9 @@ pub(super) fn measure(repeat: u32, scratch: &Path) -> Result<Vec<Row>, BenchErro
     ])
 }
 
-/// One restart: the time from the kill until all VMs are served, and the longest touch.
-fn one(pager: &Restarted) -> Result<(Duration, Duration), BenchError> {
+/// One restart: the time from the kill until all VMs are served, and the longest touch in
+/// microseconds.
+fn one(pager: &Restarted) -> Result<(Duration, f64), BenchError> {
     let mut first = Peer::start(pager)?;
     expect(&mut first, "ready 0")?;
     let mut vmms = Vec::new();
@@ -112,14 +110,14 @@ fn one(pager: &Restarted) -> Result<(Duration, Duration), BenchError> {
     }
     std::thread::sleep(2 * PACE);
     let killed = Instant::now();
-    first.kill();
+    drop(first);
     let mut second = Peer::start(pager)?;
     expect(&mut second, &format!("ready {VMS}"))?;
     let again = killed.elapsed();
     std::thread::sleep(RUN);
-    let mut longest = Duration::ZERO;
+    let mut longest = 0.0;
     for vmm in &mut vmms {
-        longest = longest.max(paced::end(vmm)?.longest);
+        longest = f64::max(longest, paced::end(vmm)?.longest_us);
     }
     Ok((again, longest))
 }

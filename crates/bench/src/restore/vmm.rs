@@ -2,9 +2,9 @@
 //! The VMM of `bench restore`, in a process of its own: it has memory that comes from a snapshot,
 //! and threads that touch the working set. It has no guest.
 
-use crate::BenchError;
 use crate::error::os;
 use crate::peer::{Part, kib_of, read_line, send, send_line};
+use crate::{BenchError, Samples};
 use pageferry_addr::{Hva, PAGE_SIZE};
 use pageferry_pager::{Region, connect};
 use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd};
@@ -14,7 +14,6 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 /// The threads that touch memory.
@@ -47,9 +46,9 @@ pub(crate) struct Restored {
 pub(crate) struct Touched {
     /// Until all of it was touched.
     pub(super) took: Duration,
-    /// Times of single touches.
-    pub(super) p50: Duration,
-    pub(super) p99: Duration,
+    /// Times of single touches, in microseconds.
+    pub(super) p50_us: f64,
+    pub(super) p99_us: f64,
     /// Memory that the VM shares with nobody.
     pub(super) private_bytes: u64,
 }
@@ -95,23 +94,13 @@ impl Restored {
     }
 
     /// Maps the memory and connects to its pager. Returns what touches a page, and tells how long
-    /// that took, and what must stay as long as the VMM lives.
+    /// that took in microseconds, and what must stay as long as the VMM lives.
     pub(crate) fn held(
         &self,
-    ) -> Result<(impl Fn(u64) -> Result<Duration, BenchError>, impl Sized), BenchError> {
+    ) -> Result<(impl Fn(u64) -> Result<f64, BenchError>, impl Sized), BenchError> {
         let (base, uffd) = self.map()?;
         let stream = self.connect(base, uffd.as_ref())?;
-        let touch = move |page: u64| {
-            let at = base + (page * PAGE_SIZE) as usize;
-            let at = std::ptr::with_exposed_provenance::<u8>(at);
-            let began = Instant::now();
-            // SAFETY: the byte lies in the mapping, to which no reference exists.
-            match unsafe { at.read_volatile() } {
-                0 => Err(BenchError::WrongValue(format!("page {page} is zero"))),
-                _ => Ok(began.elapsed()),
-            }
-        };
-        Ok((touch, (stream, uffd)))
+        Ok((move |page| touch(base, page, false), (stream, uffd)))
     }
 
     /// Asks the pager for the memory, if it comes from one.
@@ -137,57 +126,54 @@ impl Restored {
     fn touched(&self, go: impl FnOnce() -> Result<(), BenchError>) -> Result<Touched, BenchError> {
         let (base, uffd) = self.map()?;
         let set = working_set(self.bytes, self.working_set);
-        let start = Barrier::new(THREADS + 1);
-        let touch = |thread: usize| {
-            let mut times = Vec::with_capacity(set.len() / THREADS + 1);
-            start.wait();
-            for (index, page) in set.iter().enumerate().skip(thread).step_by(THREADS) {
-                let at = base + (*page * PAGE_SIZE) as usize;
-                let at = std::ptr::with_exposed_provenance_mut::<u8>(at);
-                let began = Instant::now();
-                // SAFETY: the byte lies in the mapping, to which no reference exists. Each page is
-                // touched by one thread.
-                let byte = unsafe { at.read_volatile() };
-                if index % WRITES == 0 {
-                    // SAFETY: as above.
-                    unsafe { at.write_volatile(byte) };
-                }
-                times.push((began.elapsed(), byte));
-            }
-            times
+        let touches = |thread: usize| -> Result<Vec<f64>, BenchError> {
+            let own = set.iter().enumerate().skip(thread).step_by(THREADS);
+            own.map(|(index, page)| touch(base, *page, index % WRITES == 0))
+                .collect()
         };
         go()?;
-        let (took, times, connected) = std::thread::scope(|scope| {
-            let touch = &touch;
+        // A recording is replayed from the handshake on, so that counts.
+        let began = Instant::now();
+        // Firecracker keeps its end for its whole life.
+        let _stream = self.connect(base, uffd.as_ref())?;
+        let times = std::thread::scope(|scope| {
             let running: Vec<_> = (0..THREADS)
-                .map(|thread| scope.spawn(move || touch(thread)))
+                .map(|thread| scope.spawn(move || touches(thread)))
                 .collect();
-            // A recording is replayed from the handshake on, so that counts.
-            let began = Instant::now();
-            let connected = self.connect(base, uffd.as_ref());
-            start.wait();
-            let all = running
+            let mut all = running
                 .into_iter()
                 .map(|thread| thread.join().expect("it only touches"));
-            let all: Vec<_> = all.flatten().collect();
-            (began.elapsed(), all, connected)
-        });
-        // Firecracker keeps its end for its whole life.
-        let _stream = connected?;
-        if times.iter().any(|(_, byte)| *byte == 0) {
-            return Err(BenchError::WrongValue(
-                "a page of the working set is zero".into(),
-            ));
-        }
-        let mut times: Vec<Duration> = times.into_iter().map(|(time, _)| time).collect();
-        times.sort_unstable();
-        let at = |q: f64| times[((times.len() - 1) as f64 * q) as usize];
+            all.try_fold(Vec::new(), |mut times, each| {
+                times.extend(each?);
+                Ok::<_, BenchError>(times)
+            })
+        })?;
+        let took = began.elapsed();
+        let times = Samples::from_iter(times);
         Ok(Touched {
             took,
-            p50: at(0.5),
-            p99: at(0.99),
+            p50_us: times.quantile(0.5),
+            p99_us: times.quantile(0.99),
             private_bytes: private_bytes()?,
         })
+    }
+}
+
+/// Touches a page of the mapping at `base`. Returns the time in microseconds.
+fn touch(base: usize, page: u64, write: bool) -> Result<f64, BenchError> {
+    let at = base + (page * PAGE_SIZE) as usize;
+    let at = std::ptr::with_exposed_provenance_mut::<u8>(at);
+    let began = Instant::now();
+    // SAFETY: the byte lies in the mapping, to which no reference exists. Each page is touched by
+    // one thread.
+    let byte = unsafe { at.read_volatile() };
+    if write {
+        // SAFETY: as above.
+        unsafe { at.write_volatile(byte) };
+    }
+    match byte {
+        0 => Err(BenchError::WrongValue(format!("page {page} is zero"))),
+        _ => Ok(began.elapsed().as_secs_f64() * 1e6),
     }
 }
 

@@ -191,25 +191,17 @@ where
         let mut reader = self.scheme.reader();
         match step {
             Operation::SetUp => self.set_up(input, sink),
-            Operation::ByHva => {
+            Operation::ByHva | Operation::FirstByHva => {
                 let look_up = |key: usize| {
                     let mut frames = 0;
                     reader.hold().by_hva(keys.hvas[key], |gfn| {
                         frames += gfn.0;
-                        ControlFlow::Continue(())
+                        match step {
+                            Operation::FirstByHva => ControlFlow::Break(()),
+                            _ => ControlFlow::Continue(()),
+                        }
                     });
                     frames
-                };
-                sampler.look_ups::<KEYS, _>(|| (), look_up, |cost| sink(Sample::new(step, cost)));
-            }
-            Operation::FirstByHva => {
-                let look_up = |key: usize| {
-                    let mut first = None;
-                    reader.hold().by_hva(keys.hvas[key], |gfn| {
-                        first = Some(gfn);
-                        ControlFlow::Break(())
-                    });
-                    first
                 };
                 sampler.look_ups::<KEYS, _>(|| (), look_up, |cost| sink(Sample::new(step, cost)));
             }
@@ -238,22 +230,18 @@ where
 
 /// Measures the look-ups that every scheme has.
 fn by_gfn<R: Reader>(mut reader: R, step: Operation, input: &Input, sink: Sink<'_>) {
-    let (keys, sampler) = (&input.keys, input.sampler);
+    let (keys, sampler) = match step {
+        Operation::ByGfn | Operation::ByGfnHeld => (&input.keys.gfns, input.sampler),
+        _ => (&input.keys.same, input.sampler),
+    };
     let sink = |cost| sink(Sample::new(step, cost));
     match step {
-        Operation::ByGfn => {
-            sampler.look_ups::<KEYS, _>(|| (), |key| reader.hold().by_gfn(keys.gfns[key]), sink);
+        Operation::ByGfn | Operation::Again => {
+            sampler.look_ups::<KEYS, _>(|| (), |key| reader.hold().by_gfn(keys[key]), sink);
         }
-        Operation::Again => {
-            sampler.look_ups::<KEYS, _>(|| (), |key| reader.hold().by_gfn(keys.same[key]), sink);
-        }
-        Operation::ByGfnHeld => {
+        Operation::ByGfnHeld | Operation::AgainHeld => {
             let held = reader.hold();
-            sampler.look_ups::<KEYS, _>(|| (), |key| held.by_gfn(keys.gfns[key]), sink);
-        }
-        Operation::AgainHeld => {
-            let held = reader.hold();
-            sampler.look_ups::<KEYS, _>(|| (), |key| held.by_gfn(keys.same[key]), sink);
+            sampler.look_ups::<KEYS, _>(|| (), |key| held.by_gfn(keys[key]), sink);
         }
         _ => {}
     }

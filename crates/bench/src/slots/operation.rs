@@ -39,23 +39,6 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    /// All operations.
-    pub(crate) const ALL: [Self; 13] = [
-        Self::SetUp,
-        Self::ByGfn,
-        Self::ByGfnHeld,
-        Self::Again,
-        Self::AgainHeld,
-        Self::ByHva,
-        Self::FirstByHva,
-        Self::ById,
-        Self::Add,
-        Self::Delete,
-        Self::Move,
-        Self::BesideWriter,
-        Self::WriterRate,
-    ];
-
     /// The steps of a round. [`Self::Add`] also measures [`Self::Delete`], and
     /// [`Self::BesideWriter`] also measures [`Self::WriterRate`].
     pub(crate) const STEPS: [Self; 11] = [

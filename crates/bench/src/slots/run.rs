@@ -6,7 +6,7 @@ use super::host;
 use super::input::{Keys, SlotSet};
 use super::measure::{Input, Measured};
 use super::scheme::Scheme;
-use super::scheme::{ArcSwapArray, ArcSwapImbl, ArrayCopy, Floor, LockedTree, Memslots, VmMemory};
+use super::scheme::{ArcSwapArray, ArcSwapImbl, Floor, LockedTree, Memslots, VmMemory};
 use crate::args::Common;
 use crate::error::os;
 use crate::kit::Samples;
@@ -109,9 +109,7 @@ const AIMS: [Aim<Operation>; 10] = {
 
 /// The rows of our aims. At any number of slots, no operation may lose to vm-memory's.
 fn judge(figures: &Figures<Operation>, slots: u32, is_largest: bool) -> Vec<Row> {
-    let operations = Operation::ALL
-        .into_iter()
-        .filter(|one| *one != Operation::WriterRate);
+    let operations = Operation::STEPS.into_iter().chain([Operation::Delete]);
     let beside = operations.map(|one| Aim::beside(one, 1.05, VmMemory::NAME, one));
     let aims = beside.chain(is_largest.then_some(AIMS).into_iter().flatten());
     figures.judge(Memslots::NAME, Some(slots), aims, NOTE)
@@ -123,7 +121,6 @@ fn subjects(set: &SlotSet) -> Subjects<Input> {
         Box::new(Floor::new(set.slots())),
         Box::new(Measured::<Memslots>::new(set)),
         Box::new(Measured::<VmMemory>::new(set)),
-        Box::new(Measured::<ArrayCopy>::new(set)),
         Box::new(Measured::<ArcSwapArray>::new(set)),
         Box::new(Measured::<LockedTree>::new(set)),
         Box::new(Measured::<ArcSwapImbl>::new(set)),
@@ -149,13 +146,12 @@ mod tests {
         let background = [Add, Delete, Move, BesideWriter, WriterRate];
         let peers = [
             VmMemory::NAME,
-            ArrayCopy::NAME,
             ArcSwapArray::NAME,
             LockedTree::NAME,
             ArcSwapImbl::NAME,
         ];
         for slots in [4, 40] {
-            for operation in Operation::ALL
+            for operation in Operation::STEPS
                 .into_iter()
                 .filter(|o| !background.contains(o))
             {

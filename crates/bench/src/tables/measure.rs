@@ -55,19 +55,15 @@ pub(super) enum Step {
     Overlapping,
 }
 
-impl Step {
-    pub(super) const ALL: [Self; 4] = [
-        Self::Pages,
-        Self::Ranges,
-        Self::Partitioned,
-        Self::Overlapping,
-    ];
-}
-
 impl Comparison for Input {
     type Operation = Operation;
     type Step = Step;
-    const STEPS: &'static [Step] = &Step::ALL;
+    const STEPS: &'static [Step] = &[
+        Step::Pages,
+        Step::Ranges,
+        Step::Partitioned,
+        Step::Overlapping,
+    ];
 }
 
 type Sample = schemes::Sample<Operation>;

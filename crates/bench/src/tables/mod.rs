@@ -2,8 +2,7 @@
 //!
 //! **Guarantee.** All schemes map the same frames to the same frames in the same order. The system
 //! has backed the memory for their tables before. If a scheme lets its platform provide tables,
-//! they come from one allocator. Every answer to a timed look-up is checked. A verdict that uses a
-//! figure of another run says so.
+//! they come from one allocator. Every answer to a timed look-up is checked.
 //!
 //! **Mechanism.** Each thread has 1 GiB of guest frames of its own. It works through them in
 //! chunks, which are timed one by one. Two threads start each chunk together. A figure is the
@@ -12,10 +11,8 @@
 //!
 //! The floors are radix trees of the same shape that only store entries: a lower bound for any
 //! scheme. `ostd` of Asterinas has the other page tables known to take faults in parallel
-//! (CortenMM, SOSP 2025). ostd 0.19
-//! cannot be built here: it compiles for bare-metal targets only, it needs a nightly compiler, and
-//! its page tables are private to the crate. Its figures are those of another run, on a similar
-//! machine.
+//! (CortenMM, SOSP 2025). It cannot be built here: it compiles for bare-metal targets only, and its
+//! page tables are private to the crate.
 
 mod allocator;
 mod measure;

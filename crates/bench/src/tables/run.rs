@@ -13,7 +13,7 @@ use super::scheme::{
 use super::scheme::{Multiarch, OffsetTable};
 use crate::args::Common;
 use crate::row::{Bound, Row};
-use crate::schemes::{Aim, Figures, Subjects, measure};
+use crate::schemes::{Aim, Subjects, measure};
 use crate::{BenchError, note};
 
 /// Measures all schemes.
@@ -51,7 +51,6 @@ pub(super) fn run(
     );
     let mut rows = figures.rows(&note);
     rows.extend(figures.judge(Tdp::NAME, None, AIMS, &note));
-    rows.extend(beside_ostd(&figures, &note));
     Ok(rows)
 }
 
@@ -77,21 +76,6 @@ const AIMS: [Aim<Operation>; 12] = {
         Aim::beside(MapOverlapping, 1.0, Komora::NAME, MapOverlapping),
     ]
 };
-
-/// Our figures of two threads next to those of ostd, which are of another run: 2026-11, on a
-/// virtual machine with 2 cores.
-fn beside_ostd(figures: &Figures<Operation>, note: &str) -> Vec<Row> {
-    let elsewhere = [
-        (Operation::MapPartitioned, 26.0),
-        (Operation::MapOverlapping, 206.0),
-    ];
-    let rows = elsewhere.into_iter().filter_map(|(operation, ns)| {
-        let row = figures.find(Tdp::NAME, operation, None)?.row(note);
-        let row = row.against("asterinas ostd, elsewhere", ns);
-        Some(row.aiming_at(Bound::RatioAtMost(1.0)))
-    });
-    rows.collect()
-}
 
 /// All schemes, in the order of the rows.
 fn subjects() -> Subjects<Input> {

@@ -51,7 +51,7 @@ fn agree<W: Worker>(worker: &mut W, model: &Model, gfn: u64, after: &str) {
 /// Does random operations. After each, random pages and the edges of the change must be as in the
 /// model.
 fn follows_the_model<S: Scheme>() {
-    let mut random = Random::new(7);
+    let mut random = Random::new(8);
     let (mut worker, mut model) = (S::single(), Model::new());
     let mut done = [0; 5];
     for _ in 0..600 {

@@ -15,47 +15,32 @@ pub(super) struct Rows {
     grown: BTreeMap<(Move, Way, &'static str), Samples>,
 }
 
-/// What all rows of a case have.
-struct Case {
-    unit: &'static str,
-    note: &'static str,
-    /// Whose figure is the baseline.
-    base: Way,
-    aim: fn(Way) -> Option<Bound>,
+/// The unit of a case, how it is measured, and the way whose figure is the baseline.
+fn how(case: &str) -> (&'static str, &'static str, Way) {
+    match case {
+        "tunnel.push_rate" => ("B/s", "pre-copy of a guest that does not run", Way::Direct),
+        "tunnel.blackout" => (
+            "ms",
+            "from the last progress of a busy guest at the source to the first at the destination; \
+             post-copy comes in the first pass of pre-copy",
+            Way::Direct,
+        ),
+        _ => (
+            "us",
+            "a stall of the guest in post-copy with postcopy-preempt, while all other pages are \
+             pushed",
+            Way::DirectNoDelay,
+        ),
+    }
 }
 
-fn case(name: &str) -> Case {
-    let stall = "a stall of the guest in post-copy with postcopy-preempt, while all other pages are \
-                 pushed";
-    match name {
-        "tunnel.urgent_mean" | "tunnel.urgent_p50" => Case {
-            unit: "us",
-            note: stall,
-            base: Way::DirectNoDelay,
-            aim: match name {
-                "tunnel.urgent_mean" => {
-                    |way| (way == Way::Tunnel).then_some(Bound::RatioAtMost(0.5))
-                }
-                _ => |_| None,
-            },
-        },
-        "tunnel.push_rate" => Case {
-            unit: "B/s",
-            note: "pre-copy of a guest that does not run",
-            base: Way::Direct,
-            aim: |way| match way {
-                Way::Tunnel => Some(Bound::RatioAtLeast(0.9)),
-                Way::TunnelTls => Some(Bound::RatioAtLeast(0.8)),
-                Way::Direct | Way::DirectNoDelay => None,
-            },
-        },
-        _ => Case {
-            unit: "ms",
-            note: "from the last progress of a busy guest at the source to the first at the \
-                   destination; post-copy comes in the first pass of pre-copy",
-            base: Way::Direct,
-            aim: |way| (way == Way::Tunnel).then_some(Bound::RatioAtMost(1.1)),
-        },
+fn aim(case: &str, way: Way) -> Option<Bound> {
+    match (case, way) {
+        ("tunnel.urgent_mean", Way::Tunnel) => Some(Bound::RatioAtMost(0.5)),
+        ("tunnel.push_rate", Way::Tunnel) => Some(Bound::RatioAtLeast(0.9)),
+        ("tunnel.push_rate", Way::TunnelTls) => Some(Bound::RatioAtLeast(0.8)),
+        ("tunnel.blackout", Way::Tunnel) => Some(Bound::RatioAtMost(1.1)),
+        _ => None,
     }
 }
 
@@ -93,12 +78,7 @@ impl Rows {
         };
         let mut rows = Vec::new();
         for (&(name, what, way), samples) in &self.samples {
-            let Case {
-                unit,
-                note,
-                base,
-                aim,
-            } = case(name);
+            let (unit, note, base) = how(name);
             let subject = match what {
                 Move::Push | Move::PushMultifd => format!("{}, {}", what.name(), way.name()),
                 Move::Urgent | Move::Blackout => way.name().to_owned(),
@@ -108,7 +88,7 @@ impl Rows {
             if let Some(other) = other.filter(|_| way != base) {
                 row = row.against(base.name(), other.median());
             }
-            rows.push(match aim(way) {
+            rows.push(match aim(name, way) {
                 Some(bound) => row.aiming_at(bound),
                 None => row,
             });

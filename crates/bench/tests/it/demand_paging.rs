@@ -85,21 +85,6 @@ fn the_options_of_the_kernels_test_print_its_lines() {
         let found = ended.stdout.matches(line).count();
         assert_eq!(found, 2, "parallel and serialised: {}", ended.stdout);
     }
-    let plain = bench(&[
-        "demand-paging",
-        "--engine",
-        "soft",
-        "--quick",
-        "--repeat",
-        "1",
-        "--matrix",
-        "--vcpus",
-        "1",
-        "--json",
-    ]);
-    plain.assert_ok();
-    let rows = plain.json().as_array().expect("rows").len();
-    assert_eq!(rows, 2 * 3 + 2 * 5);
 }
 
 #[test]
@@ -108,7 +93,6 @@ fn options_that_do_not_fit_are_usage_errors() {
     refused(&["-s", "hugetlb-2m"], "use shmem, shmem-thp or anonymous");
     refused(&["-s", "src_anon"], "unknown backing 'src_anon'");
     refused(&["-u", "missing", "-k"], "leave out -u missing");
-    refused(&["--matrix", "-r", "2"], "cannot be used with");
     refused(&["--compare-readers", "-r", "2"], "cannot be used with");
     refused(&["-r", "0"], "0 is not in 1..=1024");
     let minor = tiny(&["--engine", "soft", "-u", "minor"]);

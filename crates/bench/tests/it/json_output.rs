@@ -125,7 +125,12 @@ fn the_rows_of_tunnel_are_described() {
 fn the_rows_of_benchmarks_are_described() {
     let section = Document::read().section("pageferry-bench");
     let mut all = Vec::new();
-    for words in ["link --engine soft", "blackout --engine soft", "soft", "states"] {
+    for words in [
+        "link --engine soft",
+        "blackout --engine soft",
+        "soft",
+        "states",
+    ] {
         let mut words: Vec<_> = words.split(' ').collect();
         let benchmark = words[0];
         words.extend(["--repeat", "1", "--json"]);

@@ -3,7 +3,6 @@
 //! All calls are dispatched statically. So a scheme's look-up is compiled into the loop that times
 //! it, as it would be in a VMM.
 
-mod array_copy;
 mod collection;
 mod floor;
 mod locked;
@@ -13,7 +12,6 @@ mod swapped;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use array_copy::ArrayCopy;
 pub(crate) use floor::Floor;
 pub(crate) use locked::LockedTree;
 pub(crate) use ours::Memslots;
