@@ -149,8 +149,7 @@ pub(crate) fn send_vm(vm: &Vm, config: &SourceConfig, passes: u32) -> Result<(),
         plain: PlainPolicy::Anywhere,
         ..config.clone()
     };
-    let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());
-    let session = SourceSession::new().map_err(|e| failed(&e))?;
+    let session = SourceSession::new().map_err(failed)?;
     let report = migrate(
         &vm.running(),
         &Route::To(to),
@@ -159,7 +158,7 @@ pub(crate) fn send_vm(vm: &Vm, config: &SourceConfig, passes: u32) -> Result<(),
         &session,
         &Unobserved,
     )
-    .map_err(|e| failed(&e))?;
+    .map_err(failed)?;
     send(&SourceFigures {
         last_stop: report.last_stop,
         missing_at_start: report.missing_at_start,
@@ -168,6 +167,10 @@ pub(crate) fn send_vm(vm: &Vm, config: &SourceConfig, passes: u32) -> Result<(),
         total: report.total,
         overhead_bytes: overhead_bytes()?,
     })
+}
+
+fn failed(why: impl std::fmt::Display) -> BenchError {
+    BenchError::Migration(why.to_string())
 }
 
 /// The memory of this process beyond guest memory, in bytes: private pages, files, page tables.
@@ -208,14 +211,10 @@ pub(crate) fn receive_by(
     config: DestinationConfig,
     stop: &(dyn Fn() -> bool + Sync),
 ) -> Result<(DestinationReport, Vm), BenchError> {
-    let address = listener.local_addr().to_string();
-    match peer.next_line()?.as_str() {
-        "ready" => peer.send_line(&address)?,
-        other => return Err(BenchError::Peer(format!("unexpected line '{other}'"))),
-    }
-    let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());
-    let destination = Destination::listen(listener, config, |_| {}).map_err(|e| failed(&e))?;
-    let incoming = Arc::new(destination).accept(stop).map_err(|e| failed(&e))?;
+    peer.expect("ready")?;
+    peer.send_line(&listener.local_addr().to_string())?;
+    let destination = Destination::listen(listener, config, |_| {}).map_err(failed)?;
+    let incoming = Arc::new(destination).accept(stop).map_err(failed)?;
     let offer = incoming.offer().clone();
     let engine = offer
         .kind
@@ -231,7 +230,7 @@ pub(crate) fn receive_by(
     let vm = create(engine, spec, Arc::clone(&resolver) as Arc<dyn Faults>)?;
     let report = incoming
         .receive(&vm.running(), &resolver, stop, &Starter(&vm.threads))
-        .map_err(|e| failed(&e))?;
+        .map_err(failed)?;
     Ok((report, vm))
 }
 

@@ -5,7 +5,7 @@
 
 use crate::BenchError;
 use crate::error::os;
-use pageferry_hosts::netns;
+use pageferry_hosts::{Host, TwoHosts, netns};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{Connection, Listener, Wait};
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
@@ -89,6 +89,15 @@ pub(crate) fn read_line() -> Result<String, BenchError> {
     Ok(line.trim().to_owned())
 }
 
+/// Runs `work` in a host's namespace.
+pub(crate) fn within<T: Send>(
+    hosts: &TwoHosts,
+    host: Host,
+    work: impl FnOnce() -> Result<T, BenchError> + Send,
+) -> Result<T, BenchError> {
+    netns::within(hosts.name(host), work).map_err(os("cannot enter a network namespace"))?
+}
+
 /// The loopback address.
 pub(crate) const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
@@ -162,6 +171,15 @@ impl Peer {
             None => Err(BenchError::Peer(
                 "it ended before it had sent all lines".into(),
             )),
+        }
+    }
+
+    /// Takes the next line, which must be this one.
+    pub(crate) fn expect(&mut self, expected: &str) -> Result<(), BenchError> {
+        let line = self.next_line()?;
+        match line == expected {
+            true => Ok(()),
+            false => Err(BenchError::Peer(format!("'{line}': expected '{expected}'"))),
         }
     }
 

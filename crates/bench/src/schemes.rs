@@ -179,14 +179,10 @@ impl<O> Aim<O> {
 pub(crate) struct Figures<O>(pub(crate) Vec<Figure<O>>);
 
 impl<O: Operation> Figures<O> {
-    pub(crate) fn find(
-        &self,
-        scheme: &str,
-        operation: O,
-        slots: Option<u32>,
-    ) -> Option<&Figure<O>> {
+    /// The figure of an operation. All figures have the same number of slots.
+    fn find(&self, scheme: &str, operation: O) -> Option<&Figure<O>> {
         let mut all = self.0.iter();
-        all.find(|one| (one.scheme, one.operation, one.slots) == (scheme, operation, slots))
+        all.find(|one| (one.scheme, one.operation) == (scheme, operation))
     }
 
     /// A row for each figure.
@@ -198,18 +194,17 @@ impl<O: Operation> Figures<O> {
     pub(crate) fn judge(
         &self,
         ours: &str,
-        slots: Option<u32>,
         aims: impl IntoIterator<Item = Aim<O>>,
         note: &str,
     ) -> Vec<Row> {
         let judged = aims.into_iter().filter_map(|aim| {
-            let mut row = self.find(ours, aim.operation, slots)?.row(note);
+            let mut row = self.find(ours, aim.operation)?.row(note);
             if let Some((scheme, operation)) = aim.baseline {
                 let name = match operation == aim.operation {
                     true => scheme.to_owned(),
                     false => format!("{scheme}, {}", operation.case()),
                 };
-                row = row.against(name, self.find(scheme, operation, slots)?.samples.median());
+                row = row.against(name, self.find(scheme, operation)?.samples.median());
             }
             Some(row.aiming_at(aim.bound))
         });
@@ -403,7 +398,7 @@ mod tests {
             Aim::beside(Test::Together, 1.9, "ours", Test::Alone),
             Aim::beside(Test::Together, 1.0, "floor", Test::Together),
         ];
-        let rows = figures.judge("ours", None, aims, "");
+        let rows = figures.judge("ours", aims, "");
         let seen: Vec<_> = rows.iter().map(|row| (row.ratio, row.met)).collect();
         let expected = [
             (None, Some(false)),

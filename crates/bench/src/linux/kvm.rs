@@ -154,14 +154,10 @@ impl Bench<'_> {
         end(quit)?;
         let arrived = end(destination)?;
         end(source)?;
-        let figure = |value: &Value, what: &str| {
-            let missing = || BenchError::Peer(format!("its report lacks {what}"));
-            value.as_f64().ok_or_else(missing)
-        };
         Ok([
-            figure(&json(&sent)?["blackout_ms"], "blackout_ms")?,
-            figure(&json(&arrived)?["stall_us"]["p50"], "stall_us.p50")?,
-            figure(&json(&arrived)?["stall_us"]["p99"], "stall_us.p99")?,
+            figure(&sent, "/blackout_ms")?,
+            figure(&arrived, "/stall_us/p50")?,
+            figure(&arrived, "/stall_us/p99")?,
         ])
     }
 
@@ -384,8 +380,12 @@ impl Drop for Process {
     }
 }
 
-fn json(bytes: &[u8]) -> Result<Value, BenchError> {
-    serde_json::from_slice(bytes).map_err(|why| BenchError::Peer(format!("its report: {why}")))
+/// A number in a report.
+fn figure(report: &[u8], at: &str) -> Result<f64, BenchError> {
+    let wrong = |why: &str| BenchError::Peer(format!("its report: {why}"));
+    let report: Value = serde_json::from_slice(report).map_err(|why| wrong(&why.to_string()))?;
+    let figure = report.pointer(at).and_then(Value::as_f64);
+    figure.ok_or_else(|| wrong(&format!("there is no {at}")))
 }
 
 /// The contents of a file so far.

@@ -134,18 +134,10 @@ impl System {
     /// of steps.
     ///
     /// # Panics
-    /// If there is no vCPU, no page or no step, or a time is negative or not finite.
+    /// If there is no vCPU, no page or no step.
     #[must_use]
     pub(crate) fn run(&self) -> QueueTimes {
         assert!(self.vcpus > 0 && self.pages > 0 && !self.steps.is_empty());
-        let sane = |ns: f64| ns.is_finite() && ns >= 0.0;
-        assert!(
-            self.steps
-                .iter()
-                .all(|step| sane(step.own_ns) && sane(step.held_ns)),
-            "times must be finite and at least 0: {:?}",
-            self.steps
-        );
         let mut random = Random::new(self.seed);
         // vCPUs begin at different progress in their tables, so that they do not all need a new one
         // at once.

@@ -3,12 +3,11 @@
 use super::noise::{Meter, Noise};
 use super::setting::{Column, LatencyFlags, Mode};
 use super::stalls::Stalls;
-use crate::error::os;
 use crate::link::{Pong, exchanges};
 use crate::mover::{Guest, SourceFigures, SourceVm, receive_by};
-use crate::peer::{Part, Peer, listen};
+use crate::peer::{Part, Peer, listen, within};
 use crate::{BenchError, is_cancelled};
-use pageferry_hosts::{Host, TwoHosts, netns};
+use pageferry_hosts::{Host, TwoHosts};
 use pageferry_machine::Delivery;
 use pageferry_migration::{DestinationConfig, DestinationReport, Phase, PlainPolicy};
 use pageferry_testkit::qemu::Qemu;
@@ -93,15 +92,6 @@ impl Conditions<'_> {
     pub(super) fn link_busy_percent(self, sent: u64, seconds: f64) -> f64 {
         sent as f64 * 100.0 / (seconds * self.flags.rate.bytes_per_second() as f64)
     }
-}
-
-/// Runs `work` in a host's namespace.
-fn within<T: Send>(
-    hosts: &TwoHosts,
-    host: Host,
-    work: impl FnOnce() -> Result<T, BenchError> + Send,
-) -> Result<T, BenchError> {
-    netns::within(hosts.name(host), work).map_err(os("cannot enter a network namespace"))?
 }
 
 /// Moves a VM whose guest starts when it has moved.

@@ -96,7 +96,7 @@ fn one(
         },
         pace: PACE,
     })?;
-    vmm.next_line()?;
+    vmm.expect("ready")?;
     let began = Instant::now();
     vmm.send_line("count")?;
     loop {

@@ -27,9 +27,10 @@ pub(crate) use vmm::{Memory, Restored};
 
 use crate::args::Common;
 use crate::error::{os, scratch};
-use crate::peer::Peer;
+use crate::peer::{Peer, within};
 use crate::{BenchError, Bound, Conditions, Row, Samples, note};
 use pageferry_harness::size;
+use pageferry_hosts::Host;
 use pageferry_pager::{
     Format, Mount, MountFile, MountFileStatus, MountSettings, Name, Owner, Pager, Restore,
     Settings, Stores, VmStatus, open_source,
@@ -293,7 +294,9 @@ impl One<'_> {
             Way::Peer | Way::PeerReplay => {
                 let remote = self.remote.expect("it is measured with one only");
                 // The threads of the pager are there too, and so are their connections.
-                remote.within(|| self.by_pager(way, &remote.memory(), &socket))
+                within(&remote.hosts, Host::B, || {
+                    self.by_pager(way, &remote.memory(), &socket)
+                })
             }
             Way::Mount | Way::MountAgain => {
                 let mount = self.mount()?;
@@ -366,10 +369,7 @@ impl One<'_> {
             bytes: self.flags.memory,
             working_set: self.flags.working_set,
         })?;
-        let ready = vmm.next_line()?;
-        if ready != "ready" {
-            return Err(BenchError::Peer(format!("'{ready}': expected 'ready'")));
-        }
+        vmm.expect("ready")?;
         self.prepare_cache()?;
         vmm.send_line("go")?;
         vmm.figures()

@@ -1,7 +1,8 @@
 //! The other host of `bench restore`: it shares the memory file over a shaped link.
 
 use crate::BenchError;
-use pageferry_hosts::{Error, Host, Link, Rate, TwoHosts, netns};
+use crate::peer::within;
+use pageferry_hosts::{Error, Host, Link, Rate, TwoHosts};
 use pageferry_pager::Store;
 use pageferry_remote::peer::{PeerStore, Protection, Server, Shares};
 use std::net::TcpListener;
@@ -15,7 +16,7 @@ const ADDRESS: &str = "198.18.0.1:0";
 
 /// Two hosts, of which the first shares a file.
 pub(super) struct Remote {
-    hosts: TwoHosts,
+    pub(super) hosts: TwoHosts,
     server: Server,
 }
 
@@ -28,12 +29,11 @@ impl Remote {
         };
         let shares = Shares::of_files([("memory".to_owned(), memory.to_owned())]);
         let shares = shares.map_err(BenchError::peer)?;
-        let server = netns::within(hosts.name(Host::A), || {
+        let server = within(&hosts, Host::A, || {
             let listener = TcpListener::bind(ADDRESS).map_err(BenchError::peer)?;
             // Without certificates: the benchmark is of the protocol and the link.
             Server::start(listener, shares, Protection::Insecure).map_err(BenchError::peer)
-        });
-        let server = server.map_err(BenchError::peer)??;
+        })?;
         Ok(Some(Self { hosts, server }))
     }
 
@@ -45,13 +45,5 @@ impl Remote {
     /// A new store, which has read nothing yet.
     pub(super) fn store() -> Arc<dyn Store> {
         Arc::new(PeerStore::new(Protection::Insecure))
-    }
-
-    /// Works at the second host.
-    pub(super) fn within<T: Send>(
-        &self,
-        work: impl FnOnce() -> Result<T, BenchError> + Send,
-    ) -> Result<T, BenchError> {
-        netns::within(self.hosts.name(Host::B), work).map_err(BenchError::peer)?
     }
 }

@@ -87,7 +87,7 @@ pub(super) fn measure(repeat: u32, scratch: &Path) -> Result<Vec<Row>, BenchErro
 /// microseconds.
 fn one(pager: &Restarted) -> Result<(Duration, f64), BenchError> {
     let mut first = Peer::start(pager)?;
-    expect(&mut first, "ready 0")?;
+    first.expect("ready 0")?;
     let mut vmms = Vec::new();
     for vm in 0..VMS {
         let vmm = Paced {
@@ -101,7 +101,7 @@ fn one(pager: &Restarted) -> Result<(Duration, f64), BenchError> {
         vmms.push(Peer::start(&vmm)?);
     }
     for vmm in &mut vmms {
-        expect(vmm, "ready")?;
+        vmm.expect("ready")?;
     }
     std::thread::sleep(RUN);
     // The start of so many processes has stalls of its own.
@@ -112,7 +112,7 @@ fn one(pager: &Restarted) -> Result<(Duration, f64), BenchError> {
     let killed = Instant::now();
     drop(first);
     let mut second = Peer::start(pager)?;
-    expect(&mut second, &format!("ready {VMS}"))?;
+    second.expect(&format!("ready {VMS}"))?;
     let again = killed.elapsed();
     std::thread::sleep(RUN);
     let mut longest = 0.0;
@@ -120,12 +120,4 @@ fn one(pager: &Restarted) -> Result<(Duration, f64), BenchError> {
         longest = f64::max(longest, paced::end(vmm)?.longest_us);
     }
     Ok((again, longest))
-}
-
-fn expect(peer: &mut Peer, expected: &str) -> Result<(), BenchError> {
-    let line = peer.next_line()?;
-    match line == expected {
-        true => Ok(()),
-        false => Err(BenchError::Peer(format!("'{line}': expected '{expected}'"))),
-    }
 }

@@ -74,7 +74,7 @@ fn run(sizes: &[u32], rounds: u32, sample: Duration) -> Result<Vec<Row>, BenchEr
         let mut subjects = subjects(&input.set);
         let figures = measure(&input, &mut subjects, Some(slots), 1..=rounds, begin)?;
         rows.extend(figures.rows(NOTE));
-        rows.extend(judge(&figures, slots, sizes.last() == Some(&slots)));
+        rows.extend(judge(&figures, sizes.last() == Some(&slots)));
     }
     if !transfers.is_empty() {
         let note = "from core to core; all figures with two threads depend on it";
@@ -108,11 +108,11 @@ const AIMS: [Aim<Operation>; 10] = {
 };
 
 /// The rows of our aims. At any number of slots, no operation may lose to vm-memory's.
-fn judge(figures: &Figures<Operation>, slots: u32, is_largest: bool) -> Vec<Row> {
+fn judge(figures: &Figures<Operation>, is_largest: bool) -> Vec<Row> {
     let operations = Operation::STEPS.into_iter().chain([Operation::Delete]);
     let beside = operations.map(|one| Aim::beside(one, 1.05, VmMemory::NAME, one));
     let aims = beside.chain(is_largest.then_some(AIMS).into_iter().flatten());
-    figures.judge(Memslots::NAME, Some(slots), aims, NOTE)
+    figures.judge(Memslots::NAME, aims, NOTE)
 }
 
 /// All schemes with the slots of `set`, in the order of the rows.

@@ -50,7 +50,7 @@ pub(super) fn run(
          tables of one writer are behind a mutex"
     );
     let mut rows = figures.rows(&note);
-    rows.extend(figures.judge(Tdp::NAME, None, AIMS, &note));
+    rows.extend(figures.judge(Tdp::NAME, AIMS, &note));
     Ok(rows)
 }
 

@@ -19,36 +19,29 @@ use tempfile::TempDir;
 const PORT: u16 = 4445;
 
 /// The files for TLS, the same at both ends.
-#[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, clap::Args, Serialize, Deserialize)]
 pub(crate) struct TlsFlags {
     /// Measure with TLS too: the certificate of both ends (PEM)
-    #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca", "peer_name"])]
-    tls_cert: Option<PathBuf>,
+    #[arg(long, value_name = "FILE")]
+    tls_cert: PathBuf,
     /// The key of the certificate (PEM)
-    #[arg(long, value_name = "FILE", requires = "tls_cert")]
-    tls_key: Option<PathBuf>,
+    #[arg(long, value_name = "FILE")]
+    tls_key: PathBuf,
     /// The authority that signed the certificate (PEM)
-    #[arg(long, value_name = "FILE", requires = "tls_cert")]
-    tls_ca: Option<PathBuf>,
+    #[arg(long, value_name = "FILE")]
+    tls_ca: PathBuf,
     /// The name in the certificate
-    #[arg(long, value_name = "NAME", requires = "tls_cert")]
-    peer_name: Option<String>,
-}
-
-impl TlsFlags {
-    pub(super) const fn is_given(&self) -> bool {
-        self.tls_cert.is_some()
-    }
+    #[arg(long, value_name = "NAME")]
+    peer_name: String,
 }
 
 impl From<TlsFlags> for Tls {
     fn from(flags: TlsFlags) -> Self {
-        // The flags need each other, so all are there.
         TlsFiles {
-            cert: flags.tls_cert.unwrap_or_default(),
-            key: flags.tls_key.unwrap_or_default(),
-            ca: flags.tls_ca.unwrap_or_default(),
-            peer_name: flags.peer_name,
+            cert: flags.tls_cert,
+            key: flags.tls_key,
+            ca: flags.tls_ca,
+            peer_name: Some(flags.peer_name),
         }
         .into()
     }
@@ -141,13 +134,11 @@ impl Ends {
                 vmm,
                 far: format!("{}:{PORT}", hosts.address(Host::B)),
                 window: flags.window,
-                tls: tls.then(|| flags.tls.clone()),
+                tls: flags.tls.clone().filter(|_| tls),
             };
             let mut tunnel = Peer::start_in(hosts.name(host), &end)?;
-            match tunnel.next_line()?.as_str() {
-                "ready" => Ok(tunnel),
-                line => Err(BenchError::Peer(format!("a tunnel says '{line}'"))),
-            }
+            tunnel.expect("ready")?;
+            Ok::<_, BenchError>(tunnel)
         };
         // The destination's first: the other one connects to it.
         let destination = start(Host::B, b)?;

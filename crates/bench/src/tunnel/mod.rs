@@ -45,7 +45,7 @@ pub(crate) struct TunnelFlags {
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = size::parse)]
     window: u64,
     #[command(flatten)]
-    tls: ends::TlsFlags,
+    tls: Option<ends::TlsFlags>,
     #[command(flatten)]
     pub(crate) common: Common,
 }
@@ -141,7 +141,7 @@ pub(crate) fn tunnel(flags: &TunnelFlags) -> Result<Vec<Row>, BenchError> {
     for round in 1..=rounds {
         for what in Move::ALL {
             for way in Way::ALL {
-                let lacks_files = way == Way::TunnelTls && !flags.tls.is_given();
+                let lacks_files = way == Way::TunnelTls && flags.tls.is_none();
                 if lacks_files || !what.has(way) {
                     continue;
                 }
