@@ -22,16 +22,16 @@ const PORT: u16 = 4445;
 #[derive(Clone, Debug, PartialEq, Eq, clap::Args, Serialize, Deserialize)]
 pub(crate) struct TlsFlags {
     /// Measure with TLS too: the certificate of both ends (PEM)
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", required = false, requires_all = ["tls_key", "tls_ca", "peer_name"])]
     tls_cert: PathBuf,
     /// The key of the certificate (PEM)
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", required = false, requires = "tls_cert")]
     tls_key: PathBuf,
     /// The authority that signed the certificate (PEM)
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", required = false, requires = "tls_cert")]
     tls_ca: PathBuf,
     /// The name in the certificate
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", required = false, requires = "tls_cert")]
     peer_name: String,
 }
 

@@ -161,3 +161,27 @@ pub(crate) fn tunnel(flags: &TunnelFlags) -> Result<Vec<Row>, BenchError> {
     }
     Ok(rows.rows(flags, &qemu))
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+
+    /// Whether these flags measure with TLS. `None`: they are refused.
+    fn has_tls(words: &str) -> Option<bool> {
+        let words = format!("pageferry-bench tunnel {words}");
+        match Cli::try_parse_from(words.split_whitespace()).ok()?.command {
+            Command::Tunnel(flags) => Some(flags.tls.is_some()),
+            other => panic!("another benchmark: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn tls_needs_all_of_its_files_or_none() {
+        assert_eq!(has_tls("--quick"), Some(false));
+        let all = "--tls-cert c --tls-key k --tls-ca a --peer-name n";
+        assert_eq!(has_tls(all), Some(true));
+        assert_eq!(has_tls("--tls-cert c --tls-key k --tls-ca a"), None);
+        assert_eq!(has_tls("--peer-name n"), None);
+    }
+}
