@@ -23,6 +23,8 @@ const REQUEST_BYTES: usize = 16;
 const HEADER_BYTES: usize = 16;
 /// The size of a write to the bulk connection, in bytes.
 const BULK_BYTES: usize = 256 << 10;
+/// The limit for each [`BULK_BYTES`].
+const BULK_LIMIT: Duration = Duration::from_secs(30);
 const PINGS: usize = 4000;
 /// The number of requests before the first one that counts.
 const WARM_UP: usize = 200;
@@ -195,13 +197,16 @@ impl Part for Pong {
 
 /// Sends bytes as fast as the benchmark reads them.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Bulk;
+pub(crate) struct Bulk {
+    /// The address to listen on.
+    pub(crate) host: IpAddr,
+}
 
 impl Part for Bulk {
     const NAME: &'static str = "bulk";
 
     fn play(&self) -> Result<(), BenchError> {
-        let connection = accept_one(LOOPBACK)?;
+        let connection = accept_one(self.host)?;
         let bytes = vec![0x5a; BULK_BYTES];
         while connection.write_all(&bytes, &Wait::block("bulk")).is_ok() {}
         Ok(())
@@ -279,15 +284,20 @@ fn read_reply(
 
 /// Bytes per second over a bare connection.
 fn bulk_rate() -> Result<f64, BenchError> {
-    let mut peer = Peer::start(&Bulk)?;
+    let mut peer = Peer::start(&Bulk { host: LOOPBACK })?;
     let connection = peer.connect()?;
-    let mut buffer = vec![0; BULK_BYTES];
-    let wait = Wait::block("bulk").within(Duration::from_secs(30));
-    let mut read = |bytes: usize| {
-        (0..bytes / BULK_BYTES).try_for_each(|_| connection.read_exact(&mut buffer, &wait))
-    };
-    read(BULK_WARM_UP)?;
+    take_bulk(&connection, BULK_WARM_UP)?;
+    let took = take_bulk(&connection, BULK_TOTAL)?;
+    Ok(BULK_TOTAL as f64 / took.as_secs_f64())
+}
+
+/// Reads bytes of a [`Bulk`]. Returns the time that it took.
+pub(crate) fn take_bulk(connection: &Connection, bytes: usize) -> Result<Duration, BenchError> {
     let began = Instant::now();
-    read(BULK_TOTAL)?;
-    Ok(BULK_TOTAL as f64 / began.elapsed().as_secs_f64())
+    let mut buffer = vec![0; BULK_BYTES];
+    let wait = Wait::block("bulk").within(BULK_LIMIT);
+    for _ in 0..bytes / BULK_BYTES {
+        connection.read_exact(&mut buffer, &wait)?;
+    }
+    Ok(began.elapsed())
 }

@@ -52,6 +52,8 @@ pub(crate) struct SourceVm {
     pub(crate) guest: Guest,
     /// The channels for pages in the background.
     pub(crate) bulk_channels: u16,
+    /// The queue that the push may have.
+    pub(crate) queue: Duration,
 }
 
 impl SourceVm {
@@ -69,6 +71,7 @@ impl SourceVm {
             prefetch: true,
             guest,
             bulk_channels: 1,
+            queue: SourceConfig::default().queue,
         }
     }
 }
@@ -133,6 +136,7 @@ impl Part for SourceVm {
             preempt: self.preempt,
             prefetch: self.prefetch,
             bulk_channels: self.bulk_channels,
+            queue: self.queue,
             ..SourceConfig::default()
         };
         send_vm(&vm, &config, self.passes)

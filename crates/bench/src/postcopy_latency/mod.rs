@@ -33,7 +33,7 @@ use pageferry_hosts::{HugePages, Link, TwoHosts};
 use pageferry_machine::{Backing, Engine, EngineChoice};
 use pageferry_testkit::qemu::Qemu;
 use round::{Conditions, Round};
-use setting::{Column, HostPage};
+use setting::{Column, Delay, HostPage, Hosts};
 use std::collections::BTreeMap;
 
 /// The differences in method between QEMU's figures and ours.
@@ -66,7 +66,7 @@ pub(crate) fn postcopy_latency(flags: &LatencyFlags) -> Result<Output, BenchErro
             note(&format!("{}, round {number} of {count}", column.name()));
             let conditions = Conditions {
                 flags,
-                hosts: &hosts[&column.congestion],
+                hosts: &hosts[&column.hosts()],
                 column,
                 qemu: qemu.as_ref(),
             };
@@ -84,25 +84,28 @@ pub(crate) fn postcopy_latency(flags: &LatencyFlags) -> Result<Output, BenchErro
     Ok(output)
 }
 
-/// Two hosts for each congestion control. Columns without them are dropped.
+/// Two hosts for each congestion control and delay. Columns without them are dropped.
 fn hosts(
     flags: &LatencyFlags,
     columns: &mut Vec<Column>,
     output: &mut Output,
-) -> Result<BTreeMap<String, TwoHosts>, BenchError> {
+) -> Result<BTreeMap<Hosts, TwoHosts>, BenchError> {
     let mut hosts = BTreeMap::new();
-    let mut refused: BTreeMap<String, pageferry_hosts::Error> = BTreeMap::new();
-    for Column { congestion, .. } in columns.iter() {
-        if hosts.contains_key(congestion) || refused.contains_key(congestion) {
+    let mut refused: BTreeMap<Hosts, pageferry_hosts::Error> = BTreeMap::new();
+    for of in columns.iter().map(Column::hosts) {
+        if hosts.contains_key(&of) || refused.contains_key(&of) {
             continue;
         }
-        let link = Link {
-            congestion: Some(congestion.clone()),
+        let mut link = Link {
+            congestion: Some(of.0.clone()),
             ..Link::new(flags.rate)
         };
+        if let Some(Delay { delay, jitter }) = of.1 {
+            link = link.delayed(delay, jitter);
+        }
         match TwoHosts::start(&link) {
-            Ok(two) => drop(hosts.insert(congestion.clone(), two)),
-            Err(why) => drop(refused.insert(congestion.clone(), why)),
+            Ok(two) => drop(hosts.insert(of, two)),
+            Err(why) => drop(refused.insert(of, why)),
         }
     }
     if hosts.is_empty()
@@ -110,12 +113,12 @@ fn hosts(
     {
         return Err(why.into());
     }
-    for (congestion, why) in refused {
+    for ((congestion, _), why) in refused {
         output
             .notes
             .push(format!("Not measured: {congestion}: {why}"));
     }
-    columns.retain(|column| hosts.contains_key(&column.congestion));
+    columns.retain(|column| hosts.contains_key(&column.hosts()));
     Ok(hosts)
 }
 

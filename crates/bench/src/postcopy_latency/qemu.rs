@@ -61,6 +61,7 @@ impl Conditions<'_> {
             stalls: Stalls::of(traced.stalls.into_iter().map(|ns| (ns, 1))),
             link_busy_percent: total_s.map(|seconds| self.link_busy_percent(sent, seconds)),
             total_s,
+            bulk_rate: None,
             delivery: None,
         })
     }

@@ -1,9 +1,9 @@
 //! One row of one round: a VM that moves between the two hosts, or bare exchanges between them.
 
 use super::noise::{Meter, Noise};
-use super::setting::{Column, LatencyFlags, Mode};
+use super::setting::{Column, LatencyFlags, Mode, Queue};
 use super::stalls::Stalls;
-use crate::link::{Pong, exchanges};
+use crate::link::{Bulk, Pong, exchanges, take_bulk};
 use crate::mover::{Guest, SourceFigures, SourceVm, receive_by};
 use crate::peer::{Part, Peer, listen, within};
 use crate::{BenchError, is_cancelled};
@@ -20,6 +20,8 @@ const FLOOR_WARM_UP: Duration = Duration::from_millis(200);
 const FLOOR_TIME: Duration = Duration::from_secs(1);
 /// The least number of bare exchanges that count.
 const FLOOR_LEAST: usize = 20;
+/// The bytes that a vCPU touches without a push where the link has a delay.
+const IDLE_BYTES: u64 = 1 << 20;
 /// The time that a row may take beyond that of its bytes.
 const SLACK: Duration = Duration::from_secs(120);
 
@@ -32,8 +34,17 @@ pub(super) struct Measured {
     pub(super) link_busy_percent: Option<f64>,
     /// The length of post-copy in seconds. `None` where nothing is pushed.
     pub(super) total_s: Option<f64>,
+    /// The bytes a second of the push while it lasts, or of bare TCP.
+    pub(super) bulk_rate: Option<f64>,
     /// The delivery of faults. `None`: there is no guest.
     pub(super) delivery: Option<Delivery>,
+}
+
+impl Measured {
+    /// The stalls, if there were any.
+    pub(super) fn stalls(&self) -> Option<&Stalls> {
+        Some(&self.stalls).filter(|stalls| stalls.count > 0)
+    }
 }
 
 /// All rows of a column, measured one after the other.
@@ -65,7 +76,7 @@ impl Conditions<'_> {
         let mut meter = Meter::start()?;
         let mut rows = Vec::new();
         let qemu = self.qemu.filter(|_| self.column.suits_qemu());
-        for mode in Mode::ALL {
+        for mode in Mode::ALL.into_iter().filter(|mode| self.column.has(*mode)) {
             let switches = mode.qemu();
             if switches.is_some() && qemu.is_none() {
                 continue;
@@ -74,6 +85,7 @@ impl Conditions<'_> {
             let measured = match (mode, qemu.zip(switches)) {
                 (_, Some((qemu, switches))) => self.measure_qemu(qemu, switches)?,
                 (Mode::Floor, None) => floor(self)?,
+                (Mode::Bare, None) => bare(self)?,
                 (_, None) => moved(self, mode)?,
             };
             rows.push((mode, measured));
@@ -105,10 +117,11 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
     let memory_bytes = flags.memory_of(column.host_page, mode);
     let guest = match mode {
         Mode::InOrder | Mode::InOrderNoPrefetch => Guest::InOrder,
+        Mode::NoReaders => Guest::Quiet,
         _ => Guest::Toucher,
     };
     let engine = flags.engine_of(column.host_page);
-    let source = SourceVm {
+    let mut source = SourceVm {
         backing: column.host_page.backing(),
         push: mode != Mode::Idle,
         preempt: mode != Mode::Vanilla,
@@ -116,8 +129,16 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
             mode,
             Mode::Vanilla | Mode::NoPrefetch | Mode::InOrderNoPrefetch
         ),
+        bulk_channels: column.bulk,
         ..SourceVm::new(engine, column.vcpus, memory_bytes, guest)
     };
+    if let Some(Queue(queue)) = column.queue {
+        source.queue = queue;
+    }
+    if mode == Mode::Idle && column.link.is_some() {
+        // Each page takes a round trip.
+        source.used_bytes = u64::from(column.vcpus) * IDLE_BYTES;
+    }
     let config = DestinationConfig {
         plain: PlainPolicy::Anywhere,
         ..DestinationConfig::default()
@@ -143,7 +164,7 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         config,
         &stop,
     )?;
-    peer.figures::<SourceFigures>()?;
+    let figures = peer.figures::<SourceFigures>()?;
     let sent = hosts.sent_bytes(Host::A)? - sent_before;
     drop(vm);
     let total_s = (mode != Mode::Idle).then(|| seconds(&report)).flatten();
@@ -156,6 +177,8 @@ fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError>
         ),
         link_busy_percent: total_s.map(|seconds| conditions.link_busy_percent(sent, seconds)),
         total_s,
+        bulk_rate: (mode != Mode::Idle)
+            .then(|| figures.background_bytes as f64 / figures.background_took.as_secs_f64()),
         delivery: Some(report.delivery.delivery),
     })
 }
@@ -206,6 +229,27 @@ fn floor(conditions: Conditions<'_>) -> Result<Measured, BenchError> {
         stalls: Stalls::of(counted.into_iter().map(|ns| (ns, 1))),
         link_busy_percent: None,
         total_s: None,
+        bulk_rate: None,
+        delivery: None,
+    })
+}
+
+/// Sends as many bytes as a guest has over a new connection, in the direction of the push.
+fn bare(conditions: Conditions<'_>) -> Result<Measured, BenchError> {
+    let Conditions { flags, hosts, .. } = conditions;
+    let bulk = Bulk {
+        host: hosts.address(Host::A).into(),
+    };
+    let mut peer = start(hosts, &bulk)?;
+    let connection = within(hosts, Host::B, || peer.connect())?;
+    let took = take_bulk(&connection, flags.memory() as usize)?;
+    // Before the connection, or else it would report the loss of that.
+    drop(peer);
+    Ok(Measured {
+        stalls: Stalls::default(),
+        link_busy_percent: None,
+        total_s: None,
+        bulk_rate: Some(flags.memory() as f64 / took.as_secs_f64()),
         delivery: None,
     })
 }

@@ -16,19 +16,26 @@ const AIMED_RATE: u64 = 125_000_000;
 type Of = fn(&Measured) -> Option<f64>;
 
 /// The cases: name, unit and figure.
-const CASES: [(&str, &str, Of); 8] = [
-    ("latency.mean", "us", |row| Some(row.stalls.mean_us)),
-    ("latency.p50", "us", |row| Some(row.stalls.p50_us)),
-    ("latency.p99", "us", |row| Some(row.stalls.p99_us)),
-    ("latency.max", "us", |row| Some(row.stalls.max_us)),
+const CASES: [(&str, &str, Of); 10] = [
+    ("latency.mean", "us", |row| row.stalls().map(|s| s.mean_us)),
+    ("latency.p50", "us", |row| row.stalls().map(|s| s.p50_us)),
+    ("latency.p99", "us", |row| row.stalls().map(|s| s.p99_us)),
+    ("latency.max", "us", |row| row.stalls().map(|s| s.max_us)),
     ("latency.over_2ms", "%", |row| {
-        Some(row.stalls.over_2ms_percent)
+        row.stalls().map(|s| s.over_2ms_percent)
     }),
     ("latency.over_4ms", "%", |row| {
-        Some(row.stalls.over_4ms_percent)
+        row.stalls().map(|s| s.over_4ms_percent)
     }),
     ("latency.link_busy", "%", |row| row.link_busy_percent),
     ("latency.total", "s", |row| row.total_s),
+    ("latency.bulk", "MB/s", |row| {
+        row.bulk_rate.map(|rate| rate / 1e6)
+    }),
+    ("latency.sum", "s", |row| {
+        let stalls = row.stalls().filter(|_| row.total_s.is_some());
+        stalls.map(|s| s.mean_us * s.count as f64 / 1e6)
+    }),
 ];
 
 /// Whose figure is the baseline of an aim.
@@ -42,12 +49,16 @@ const OVER_2MS: usize = 4;
 const OVER_4MS: usize = 5;
 const LINK_BUSY: usize = 6;
 const TOTAL: usize = 7;
+const BULK: usize = 8;
 
 /// The aims of `preempt` in a column. Only 1 and 16 vCPUs have any. QEMU's figures are those with
 /// preempt and TCP_NODELAY.
 fn aims(column: &Column) -> Vec<(usize, Baseline, Bound)> {
-    use Bound::{AtLeast, AtMost, RatioAtMost};
-    use Mode::{Floor, Idle, NoPrefetch, QemuPreemptNoDelay, Vanilla};
+    use Bound::{AtLeast, AtMost, RatioAtLeast, RatioAtMost};
+    use Mode::{Bare, Floor, Idle, NoPrefetch, QemuPreemptNoDelay, Vanilla};
+    if column.link.is_some() {
+        return vec![(BULK, Some((Bare, BULK)), RatioAtLeast(0.7))];
+    }
     let gain = |times: f64| (MEAN, Some((Vanilla, MEAN)), RatioAtMost(1.0 / times));
     let mut all = match (column.host_page, column.vcpus) {
         (HostPage::Size4K, 1) => vec![
@@ -111,12 +122,15 @@ pub(super) fn add(output: &mut Output, flags: &LatencyFlags, column: &Column, al
             }
         }
     }
-    if flags.rate.bytes_per_second() == AIMED_RATE {
+    if flags.rate.bytes_per_second() == AIMED_RATE || column.link.is_some() {
         let judged = aims(column)
             .into_iter()
-            .filter_map(|aim| judge(flags, column, &counted, aim));
+            .filter_map(|aim| judge(flags, column, Mode::Preempt, &counted, aim));
         output.rows.extend(judged);
     }
+    let alone = (BULK, Some((Mode::Bare, BULK)), Bound::RatioAtLeast(0.85));
+    let alone = judge(flags, column, Mode::NoReaders, &counted, alone);
+    output.rows.extend(alone);
 }
 
 fn subject(column: &Column, mode: Mode) -> String {
@@ -135,10 +149,10 @@ fn conditions(flags: &LatencyFlags, column: &Column, mode: Mode, rounds: &[&Roun
     Conditions::here(column.vcpus, memory, note).with_delivery(delivery)
 }
 
-/// The figures of a mode that has stalls.
+/// The figures of a mode.
 fn figures<'a>(rounds: &'a [&Round], mode: Mode, of: Of) -> impl Iterator<Item = f64> + 'a {
     let rows = rounds.iter().filter_map(move |round| round.row(mode));
-    rows.filter(|row| row.stalls.count > 0).filter_map(of)
+    rows.filter_map(of)
 }
 
 /// The row of an aim. Its ratio is the median of those within the rounds. Too few rounds give no
@@ -146,19 +160,20 @@ fn figures<'a>(rounds: &'a [&Round], mode: Mode, of: Of) -> impl Iterator<Item =
 fn judge(
     flags: &LatencyFlags,
     column: &Column,
+    mode: Mode,
     rounds: &[&Round],
     (case, baseline, bound): (usize, Baseline, Bound),
 ) -> Option<Row> {
     let (name, unit, of) = CASES[case];
-    let ours: Samples = figures(rounds, Mode::Preempt, of).collect();
-    let how = conditions(flags, column, Mode::Preempt, rounds);
-    let mut row = ours.row(name, subject(column, Mode::Preempt), unit, how);
-    if let Some((mode, case)) = baseline {
+    let ours: Samples = figures(rounds, mode, of).collect();
+    let how = conditions(flags, column, mode, rounds);
+    let mut row = ours.row(name, subject(column, mode), unit, how);
+    if let Some((other, case)) = baseline {
         let ratios: Samples = rounds
             .iter()
             .filter_map(|round| {
-                let below = figures(&[round], mode, CASES[case].2).next()?;
-                let above = figures(&[round], Mode::Preempt, of).next()?;
+                let below = figures(&[round], other, CASES[case].2).next()?;
+                let above = figures(&[round], mode, of).next()?;
                 (below > 0.0).then(|| above / below)
             })
             .collect();
@@ -171,7 +186,7 @@ fn judge(
         } else {
             CASES[case].0.trim_start_matches("latency")
         };
-        row.baseline = Some(format!("{}{which}", mode.name()));
+        row.baseline = Some(format!("{}{which}", other.name()));
         row.ratio = Some(ratios.median());
     }
     let row = row.aiming_at(bound);

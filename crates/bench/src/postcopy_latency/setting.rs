@@ -8,8 +8,11 @@ use pageferry_guest::MemoryMap;
 use pageferry_harness::size;
 use pageferry_hosts::Rate;
 use pageferry_machine::{Backing, Engine, EngineChoice};
+use pageferry_migration::SourceConfig;
 use pageferry_testkit::qemu;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
 
 /// A row: the way of a requested page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,8 +27,12 @@ pub(crate) enum Mode {
     InOrder,
     /// As `InOrder`, without prefetch.
     InOrderNoPrefetch,
+    /// As `Preempt`, but the guest touches one page.
+    NoReaders,
     /// As `Preempt`, while nothing is pushed.
     Idle,
+    /// As many bytes as the guest has over a new connection of TCP.
+    Bare,
     /// Bare requests and replies on the same link, as many unanswered as there are vCPUs.
     Floor,
     /// QEMU, with one connection.
@@ -40,13 +47,15 @@ pub(crate) enum Mode {
 
 impl Mode {
     /// All rows.
-    pub(crate) const ALL: [Self; 11] = [
+    pub(crate) const ALL: [Self; 13] = [
         Self::Vanilla,
         Self::Preempt,
         Self::NoPrefetch,
         Self::InOrder,
         Self::InOrderNoPrefetch,
+        Self::NoReaders,
         Self::Idle,
+        Self::Bare,
         Self::Floor,
         Self::Qemu,
         Self::QemuNoDelay,
@@ -74,7 +83,9 @@ impl Mode {
             Self::NoPrefetch => "no prefetch",
             Self::InOrder => "in order",
             Self::InOrderNoPrefetch => "in order no prefetch",
+            Self::NoReaders => "no readers",
             Self::Idle => "idle",
+            Self::Bare => "bare TCP",
             Self::Floor => "floor",
             Self::Qemu => "qemu",
             Self::QemuNoDelay => "qemu nodelay",
@@ -135,18 +146,98 @@ pub(crate) struct Column {
     pub(crate) vcpus: u32,
     /// The congestion control of TCP on both hosts.
     pub(crate) congestion: String,
+    /// The delay of the link.
+    pub(crate) link: Option<Delay>,
+    /// The bulk channels.
+    pub(crate) bulk: u16,
+    /// The queue that the push may have, if not the default.
+    pub(crate) queue: Option<Queue>,
+}
+
+/// A time such as `100us` or `2ms`.
+fn time(text: &str) -> Result<Duration, String> {
+    let (digits, unit) = match text.strip_suffix("us") {
+        Some(digits) => (digits, 1),
+        None => (text.strip_suffix("ms").unwrap_or_default(), 1000),
+    };
+    let number: u32 = digits
+        .parse()
+        .map_err(|_| format!("time '{text}': expected a whole number with us or ms"))?;
+    Ok(Duration::from_micros(u64::from(number) * unit))
+}
+
+/// What tells two hosts from others: the congestion control, and the delay of their link.
+pub(super) type Hosts = (String, Option<Delay>);
+
+/// The times that a link adds to each packet in each direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Delay {
+    pub(super) delay: Duration,
+    /// Up to so much more.
+    pub(super) jitter: Duration,
+}
+
+impl FromStr for Delay {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (delay, jitter) = text.split_once(':').unwrap_or((text, "0us"));
+        let [delay, jitter] = [time(delay)?, time(jitter)?];
+        Ok(Self { delay, jitter })
+    }
+}
+
+/// A value of `--queue`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Queue(pub(super) Duration);
+
+impl FromStr for Queue {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let range = SourceConfig::MIN_QUEUE..=SourceConfig::MAX_QUEUE;
+        let queue = time(text)?;
+        if !range.contains(&queue) {
+            return Err(format!("queue '{text}': expected {range:?}"));
+        }
+        Ok(Self(queue))
+    }
 }
 
 impl Column {
     /// The column in words.
     pub(crate) fn name(&self) -> String {
-        format!(
+        let mut name = format!(
             "{} pages, {} vCPU{}, plain, {}",
             self.host_page.name(),
             self.vcpus,
             if self.vcpus == 1 { "" } else { "s" },
             self.congestion
-        )
+        );
+        if let Some(Delay { delay, jitter }) = self.link {
+            name += &format!(", delay {delay:?} to {:?}", delay + jitter);
+        }
+        if self.bulk > 1 {
+            name += &format!(", {} bulk channels", self.bulk);
+        }
+        if let Some(Queue(queue)) = self.queue {
+            name += &format!(", queue {queue:?}");
+        }
+        name
+    }
+
+    /// The hosts between which it is measured.
+    pub(super) fn hosts(&self) -> Hosts {
+        (self.congestion.clone(), self.link)
+    }
+
+    /// Whether a mode has a row. A delay is for the rates and for what they cost.
+    pub(super) fn has(&self, mode: Mode) -> bool {
+        match mode {
+            Mode::NoReaders | Mode::Bare => self.link.is_some(),
+            Mode::Preempt | Mode::Idle => true,
+            _ => self.link.is_none(),
+        }
     }
 }
 
@@ -174,6 +265,16 @@ pub(crate) struct LatencyFlags {
     /// for 1gbit
     #[arg(long, value_name = "RATE", default_value = "1gbit")]
     pub(super) rate: Rate,
+    /// Delays of the link in each direction, and how much longer a packet may take. The rows are
+    /// then of rates, and of what they cost
+    #[arg(long, value_name = "DELAY[:JITTER],..", value_delimiter = ',')]
+    link: Vec<Delay>,
+    /// Numbers of bulk channels
+    #[arg(long, value_name = "N,..", default_value = "1", value_delimiter = ',', value_parser = value_parser!(u16).range(1..=i64::from(SourceConfig::MAX_CHANNELS)))]
+    bulk: Vec<u16>,
+    /// Queues that the push may have beside the free round trip [default: as `migrate`]
+    #[arg(long, value_name = "TIME,..", value_delimiter = ',')]
+    queue: Vec<Queue>,
     /// Guest memory: a whole number and K, M or G (powers of 1024) [default: 256M; with --quick
     /// 32M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -213,22 +314,34 @@ impl LatencyFlags {
             ([], true) => &[HostPage::Size4K],
             (named, _) => named,
         };
-        let mut columns = Vec::new();
-        for &host_page in pages {
-            for &vcpus in &self.vcpus {
-                for congestion in &self.congestion {
-                    let column = Column {
-                        host_page,
-                        vcpus,
-                        congestion: congestion.clone(),
-                    };
-                    if !columns.contains(&column) {
-                        columns.push(column);
-                    }
-                }
+        let one = Column {
+            host_page: HostPage::Size4K,
+            vcpus: 1,
+            congestion: String::new(),
+            link: None,
+            bulk: 1,
+            queue: None,
+        };
+        let mut all = vec![one];
+        each(&mut all, pages, |column, page| column.host_page = *page);
+        each(&mut all, &self.vcpus, |column, vcpus| column.vcpus = *vcpus);
+        each(&mut all, &self.congestion, |column, name| {
+            column.congestion.clone_from(name);
+        });
+        each(&mut all, &self.link, |column, link| {
+            column.link = Some(*link);
+        });
+        each(&mut all, &self.bulk, |column, bulk| column.bulk = *bulk);
+        each(&mut all, &self.queue, |column, queue| {
+            column.queue = Some(*queue);
+        });
+        let mut once: Vec<Column> = Vec::new();
+        for column in all {
+            if !once.contains(&column) {
+                once.push(column);
             }
         }
-        columns
+        once
     }
 
     /// The engine of a column's guests.
@@ -280,6 +393,22 @@ impl LatencyFlags {
     }
 }
 
+/// Makes each column one for each value, unless there is none.
+fn each<T>(columns: &mut Vec<Column>, values: &[T], set: impl Fn(&mut Column, &T)) {
+    if values.is_empty() {
+        return;
+    }
+    let with = |column: Column| {
+        let one = |value| {
+            let mut column = column.clone();
+            set(&mut column, value);
+            column
+        };
+        values.iter().map(one).collect::<Vec<_>>()
+    };
+    *columns = std::mem::take(columns).into_iter().flat_map(with).collect();
+}
+
 /// The flags of a command line.
 #[cfg(test)]
 pub(super) fn flags(more: &[&str]) -> LatencyFlags {
@@ -308,6 +437,22 @@ mod tests {
         assert_eq!(all[0], "4 KiB pages, 1 vCPU, plain, cubic");
         assert_eq!(all[7], "2 MiB pages, 16 vCPUs, plain, bbr");
         assert_eq!((names(&[]).len(), names(&["--quick"]).len()), (4, 2));
+        let link = ["--link", "100us,5ms:2ms", "--bulk", "1,4", "--queue", "1ms"];
+        let all = names(&[&["--quick"], &link[..]].concat());
+        let last = "16 vCPUs, plain, cubic, delay 5ms to 7ms, 4 bulk channels, queue 1ms";
+        assert_eq!((all.len(), &*all[7]), (8, &*format!("4 KiB pages, {last}")));
+    }
+
+    #[test]
+    fn a_link_has_rows_of_rates() {
+        let column = &flags(&["--link", "1ms"]).columns()[0];
+        let modes = Mode::ALL.into_iter().filter(|mode| column.has(*mode));
+        let names: Vec<_> = modes.map(Mode::name).collect();
+        assert_eq!(names, ["preempt", "no readers", "idle", "bare TCP"]);
+        for wrong in ["1", "1s", "-1ms", "1ms:", "1ms:2ms:3ms", ""] {
+            assert!(wrong.parse::<Delay>().is_err(), "{wrong}");
+        }
+        assert!("1us".parse::<Queue>().is_err());
     }
 
     #[test]

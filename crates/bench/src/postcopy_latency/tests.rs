@@ -14,6 +14,9 @@ fn column(vcpus: u32, host_page: HostPage) -> Column {
         host_page,
         vcpus,
         congestion: "cubic".into(),
+        link: None,
+        bulk: 1,
+        queue: None,
     }
 }
 
@@ -39,6 +42,7 @@ fn row(us: u64, pushed: Option<(f64, f64)>) -> Measured {
         stalls: Stalls::of([(us * 1000, 10)]),
         link_busy_percent: pushed.map(|pushed| pushed.0),
         total_s: pushed.map(|pushed| pushed.1),
+        bulk_rate: None,
         delivery: Some(Delivery::Exit),
     }
 }

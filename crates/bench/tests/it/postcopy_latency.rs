@@ -80,6 +80,35 @@ fn the_json_and_the_page_have_every_row() {
 }
 
 #[test]
+fn a_link_with_a_delay_has_the_rates_of_the_push_and_of_bare_tcp() {
+    if skipped() {
+        return;
+    }
+    let ended = bench(&[&TINY[..], &["--link", "200us:1ms", "--bulk", "2", "--json"]].concat());
+    ended.assert_ok();
+    let json = ended.json();
+    let of = |mode: &str, case: &str| {
+        let rows = json.as_array().expect("rows").iter();
+        let mut of = rows.filter(|row| row["case"] == case);
+        let row = of.find(|row| {
+            row["subject"]
+                .as_str()
+                .is_some_and(|of| of.starts_with(mode))
+        });
+        row.and_then(|row| row["value"].as_f64())
+    };
+    for mode in ["preempt", "no readers", "bare TCP"] {
+        let rate = of(mode, "latency.bulk").expect(mode);
+        assert!(rate > 1.0 && rate < 130.0, "{mode}: {rate} MB/s");
+    }
+    // A request and its answer take the delay.
+    let idle = of("idle", "latency.p50").expect("stalls");
+    assert!(idle > 400.0, "{idle}");
+    assert_eq!(of("idle", "latency.bulk"), None);
+    assert!(of("preempt", "latency.sum").is_some() && of("floor", "latency.mean").is_none());
+}
+
+#[test]
 fn an_interrupt_leaves_nothing_behind() {
     if skipped() {
         return;
