@@ -6,9 +6,9 @@
 //!
 //! **Mechanism.** Small VMs touch missing pages. Their pages are at hand, so the time is that of
 //! delivery and installation. The deliveries differ most in who works: with poison the vCPU's own
-//! thread does, otherwise a thread beside it. So there are two trials: with a core for each vCPU,
-//! and with two vCPUs for each core. A VM takes the result of the trial that is like it. All
-//! threads of a trial stay on the same few cores. The fastest of [`ROUNDS`] rounds counts.
+//! thread does, otherwise a thread beside it. So there is a trial for each of [`CROWDS`], and a VM
+//! takes the result of the one that is like it. All threads of a trial stay on the same few cores.
+//! The fastest of [`ROUNDS`] rounds counts.
 
 use super::probe::{start_of_guest, write_guest};
 use super::shared::VmShared;
@@ -30,8 +30,10 @@ use std::time::{Duration, Instant};
 /// The most cores of a trial.
 const MOST_CORES: usize = 8;
 const ROUNDS: usize = 2;
-/// The pages that all vCPUs of a trial touch together.
-const PAGES: u64 = 256;
+/// The vCPUs for each core.
+const CROWDS: [u32; 4] = [1, 2, 4, 8];
+/// The pages that all vCPUs of a trial touch together. The guest's tables map 2 MiB.
+const PAGES: u64 = 480;
 /// The first of these pages.
 const FIRST: RamPage = RamPage(16);
 /// The limit of one round, which takes some ten milliseconds.
@@ -39,10 +41,17 @@ const LIMIT: Duration = Duration::from_secs(2);
 /// The spin time of the thread that reads events, as in a migration.
 const SPIN: Duration = Duration::from_micros(100);
 
-/// Both trials of this host: with as many vCPUs as cores, and with more. They take about 0.1 s each
-/// when they are called first.
-pub fn delivery_trials() -> [&'static DeliveryTrial; 2] {
-    [trial(false), trial(true)]
+/// The trials of this host: with as many vCPUs as cores, and with 2, 4 and 8 times as many. They
+/// take about 0.1 s each when they are called first.
+pub fn delivery_trials() -> [&'static DeliveryTrial; 4] {
+    std::array::from_fn(trial)
+}
+
+/// The trial that is like a VM of `vcpus` vCPUs.
+fn trial_for(vcpus: u32) -> &'static DeliveryTrial {
+    let cores = usable().count();
+    let enough = CROWDS.iter().position(|each| each * cores >= vcpus);
+    trial(enough.unwrap_or(CROWDS.len() - 1))
 }
 
 /// The deliveries that this host supports for memory of `backing`, best first.
@@ -98,7 +107,7 @@ fn deliveries() -> Vec<Delivery> {
 /// # Errors
 /// [`MachineError::EngineUnavailable`] if there is none.
 fn choose(vcpus: u32, among: &[Delivery]) -> Result<DeliveryInUse, MachineError> {
-    let trial = trial(vcpus > usable().count());
+    let trial = trial_for(vcpus);
     let measured = trial.per_fault.iter();
     let mut measured: Vec<_> = measured
         .filter(|(delivery, _)| among.contains(delivery))
@@ -197,17 +206,18 @@ fn usable() -> CpuSet {
     })
 }
 
-/// The result of one trial, from the first call on.
-fn trial(crowded: bool) -> &'static DeliveryTrial {
-    static RESULTS: [OnceLock<DeliveryTrial>; 2] = [const { OnceLock::new() }; 2];
-    RESULTS[usize::from(crowded)].get_or_init(|| {
+/// The result of the trial of one of the [`CROWDS`], from the first call on.
+fn trial(crowd: usize) -> &'static DeliveryTrial {
+    static RESULTS: [OnceLock<DeliveryTrial>; CROWDS.len()] =
+        [const { OnceLock::new() }; CROWDS.len()];
+    RESULTS[crowd].get_or_init(|| {
         let mut cores = CpuSet::new();
         let allowed = usable();
         (0..CpuSet::MAX_CPU)
             .filter(|&core| allowed.is_set(core))
             .take(MOST_CORES)
             .for_each(|core| cores.set(core));
-        let vcpus = cores.count() * if crowded { 2 } else { 1 };
+        let vcpus = cores.count() * CROWDS[crowd];
         // The threads that this one starts stay on its cores.
         let measured = std::thread::scope(|scope| {
             let measure = || {
@@ -415,7 +425,10 @@ mod tests {
             );
         }
         let crowded = choose(usable().count() + 1, &deliveries()).unwrap();
-        let measured = trial(true).per_fault.iter().map(|(delivery, _)| *delivery);
+        let measured = trial_for(usable().count() + 1)
+            .per_fault
+            .iter()
+            .map(|(delivery, _)| *delivery);
         let mut stops_no_vm = measured.filter(|delivery| *delivery != Delivery::Missing);
         let fastest = stops_no_vm.next().unwrap_or(Delivery::Missing);
         assert_eq!(crowded.delivery, fastest);
