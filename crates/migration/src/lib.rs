@@ -74,7 +74,7 @@ pub use error::MigrationError;
 pub use handshake::{HandshakeError, PlainPolicy, Stranger, StrangerError};
 pub use latency::prefer_short_slices;
 pub use ledger::{ReceiptError, TakesBack};
-pub use limits::Limits;
+pub use limits::{Limits, Silence};
 pub use mailbox::Mailbox;
 pub use nap::sleep_on;
 pub use orphan::Orphan;

@@ -53,7 +53,7 @@ impl Limits {
 /// A thread looks several times in [`Self::LOOK`]. So if more time has passed since its last look,
 /// the host has not let it run. The peer may have had no better luck.
 #[derive(Debug)]
-pub(crate) struct Silence {
+pub struct Silence {
     heard: Instant,
     looked: Cell<Instant>,
     counted: Cell<Duration>,
@@ -64,7 +64,9 @@ impl Silence {
     const LOOK: Duration = Duration::from_millis(4 * Limits::INTERVAL.as_millis() as u64);
 
     /// Silence from now on.
-    pub(crate) fn new() -> Self {
+    #[expect(clippy::new_without_default, reason = "it begins when it is made")]
+    #[must_use]
+    pub fn new() -> Self {
         let now = Instant::now();
         Self {
             heard: now,
@@ -79,7 +81,7 @@ impl Silence {
     }
 
     /// Whether the silence is longer than `patience`.
-    pub(crate) fn exceeds(&self, patience: Duration) -> bool {
+    pub fn exceeds(&self, patience: Duration) -> bool {
         let now = Instant::now();
         let passed = now.duration_since(self.looked.replace(now));
         self.counted

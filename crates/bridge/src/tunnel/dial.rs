@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 /// The least time of an attempt. The network may come back in the middle of one, and the kernel
-/// sends the first packet again after a second.
+/// sends the first packet again after a second. It grows with the pauses, to fifteen seconds: the
+/// far end may be a process that gets little of a busy host.
 const LEAST_LIMIT: Duration = Duration::from_millis(1500);
 
 /// The number of the next dialler. Letters of an older one have no effect.
@@ -121,12 +122,12 @@ impl Dialler {
                 generation: 1,
                 incarnation: place.incarnation,
             };
-            self.start(key, was_connected)?;
+            self.start(key, was_connected, pause)?;
         }
         Ok(())
     }
 
-    fn start(&self, key: ChannelKey, was_connected: bool) -> Result<(), String> {
+    fn start(&self, key: ChannelKey, was_connected: bool, pause: Duration) -> Result<(), String> {
         let (config, to) = (Arc::clone(&self.config), self.to.clone());
         let (letters, stop) = (Arc::clone(&self.letters), Arc::clone(&self.stop));
         let identity = self
@@ -134,7 +135,8 @@ impl Dialler {
             .clone()
             .expect("made before the first attempt");
         let number = self.number;
-        let limit = config.patience.dead_after.max(LEAST_LIMIT);
+        let growth = pause.div_duration_f64(FIRST_PAUSE);
+        let limit = config.patience.dead_after.max(LEAST_LIMIT.mul_f64(growth));
         let work = move || {
             let stop = || stop.load(Ordering::Relaxed);
             let protection = config.protection();

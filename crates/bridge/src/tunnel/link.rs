@@ -4,7 +4,7 @@ use super::end::End;
 use super::flow::Link;
 use super::record::{Decoder, Ending, MAX_PAYLOAD, Record};
 use bytes::{Buf, Bytes, BytesMut};
-use pageferry_migration::{ChannelError, Connection, Governor, WireError};
+use pageferry_migration::{ChannelError, Connection, Governor, Silence, WireError};
 use rustix::event::PollFlags;
 use rustix::net::Shutdown;
 use std::collections::VecDeque;
@@ -38,7 +38,7 @@ pub(super) struct LinkIo {
     untold: u64,
     /// The records with data that the other end has not yet said to have.
     receipts: u64,
-    heard: Instant,
+    silence: Silence,
     epoch: Instant,
 }
 
@@ -82,7 +82,7 @@ impl LinkIo {
             untold: 0,
             governor: Governor::new(queue, 1),
             receipts: 0,
-            heard: Instant::now(),
+            silence: Silence::new(),
             epoch,
         }
     }
@@ -100,8 +100,10 @@ impl LinkIo {
         self.governor.rate()
     }
 
-    pub(super) fn silent_for(&self) -> Duration {
-        self.heard.elapsed()
+    /// Whether the other end says nothing for longer than `patience`.
+    pub(super) fn is_silent(&self, patience: Duration) -> bool {
+        // This side may have been late: then bytes wait.
+        self.silence.exceeds(patience) && !self.connection.has_unread()
     }
 
     /// The events to wait for.
@@ -121,7 +123,7 @@ impl LinkIo {
                 break;
             };
             taken += got;
-            self.heard = Instant::now();
+            self.silence = Silence::new();
             self.decoder.push(&buffer[..got]);
             while let Some(record) = self.decoder.take()? {
                 if let Record::Received { records, .. } = record {
@@ -158,9 +160,6 @@ impl LinkIo {
                 let room = self.governor.room(0);
                 let limit = room.and_then(|room| usize::try_from(room).ok());
                 let Some(record) = end.next(self.number, limit.unwrap_or(0)) else {
-                    if limit.is_some() {
-                        self.governor.limited();
-                    }
                     break;
                 };
                 let payload = record.payload();

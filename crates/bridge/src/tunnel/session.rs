@@ -346,11 +346,7 @@ impl Session {
             end.speak();
         }
         let dead_after = patience.dead_after;
-        while let Some(at) = self
-            .links
-            .iter()
-            .position(|one| one.silent_for() > dead_after)
-        {
+        while let Some(at) = self.links.iter().position(|one| one.is_silent(dead_after)) {
             let why = format!("the other end was silent for {} ms", dead_after.as_millis());
             self.link_down(end, at, &why);
         }

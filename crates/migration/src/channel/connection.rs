@@ -216,7 +216,7 @@ impl Connection {
     }
 
     /// Whether bytes have arrived that no receive has taken, or the connection has ended.
-    pub(crate) fn has_unread(&self) -> bool {
+    pub fn has_unread(&self) -> bool {
         let mut fds = [PollFd::new(self, PollFlags::IN)];
         self.has_pending() || poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0)
     }

@@ -141,7 +141,6 @@ impl<'a> Bulk<'a> {
             return Ok(Next::AwaitReceipt);
         }
         if let Some(wait) = shared.limiter.wait(mode) {
-            shared.governor().limited();
             return Ok(Next::Limited(wait));
         }
         let filled = match mode {
@@ -150,29 +149,27 @@ impl<'a> Bulk<'a> {
                 Ok((next, frame.list().is_empty()))
             })?,
             Mode::Push if shared.in_order.is_some() => {
-                let page = shared.next_in_order();
+                ahead.extend(shared.next_in_order());
                 // SAFETY: see `push`.
-                unsafe { self.push(frame, page.as_slice(), FRAME_PAGES)? }
+                unsafe { self.push(frame, ahead, FRAME_PAGES)? }
             }
             Mode::Push => {
                 if shared.gate.is_closed() {
-                    shared.governor().limited();
                     return Ok(Next::GiveWay);
                 }
-                let Some(room) = shared.governor().room(self.index) else {
-                    return Ok(Next::AwaitReceipt);
-                };
-                let most = (room / PAGE_BYTES as u64) as u32;
+                let room = shared.governor().room(self.index);
+                // Zero pages need no room: they take the peer's time, not the link's.
+                let most = room.map_or(0, |room| (room / PAGE_BYTES as u64) as u32);
                 let unsent = shared.ledger.unsent();
                 let pages = shared.ram.pages();
                 let is_unsent = |page| unsent.test(page);
-                if let Some(prefetch) = &shared.prefetch {
-                    prefetch.take(most as usize, pages, is_unsent, ahead);
+                if let Some(prefetch) = shared.prefetch.as_ref().filter(|_| ahead.is_empty()) {
+                    prefetch.take(FRAME_PAGES as usize, pages, is_unsent, ahead);
                 }
                 // SAFETY: see `push`.
                 let filled = unsafe { self.push(frame, ahead, most)? };
-                if !filled {
-                    shared.governor().limited();
+                if !filled && room.is_none() {
+                    return Ok(Next::AwaitReceipt);
                 }
                 filled
             }
@@ -193,7 +190,8 @@ impl<'a> Bulk<'a> {
         Ok(if filled { Next::Send } else { Next::Rest })
     }
 
-    /// Fills the frame of a guest that has stopped: with `pages`, or else from the cursor on.
+    /// Fills the frame of a guest that has stopped: with `pages`, which it takes out, or else from
+    /// the cursor on.
     ///
     /// # Safety
     /// The mode was [`Mode::Push`] when the caller looked: (1) the guest has stopped, and is not
@@ -201,13 +199,14 @@ impl<'a> Bulk<'a> {
     unsafe fn push(
         &self,
         frame: &mut PageFrame<'_>,
-        pages: &[RamPage],
+        pages: &mut Vec<RamPage>,
         most: u32,
     ) -> Result<bool, MigrationError> {
         let ledger = &self.shared.ledger;
         if !pages.is_empty() {
             // SAFETY: the caller's contract.
-            unsafe { frame.borrow_pages(ledger, pages)? };
+            let done = unsafe { frame.borrow_pages(ledger, pages, most)? };
+            pages.drain(..done);
             if !frame.list().is_empty() {
                 return Ok(true);
             }

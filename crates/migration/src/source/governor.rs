@@ -59,6 +59,9 @@ const WINDOW: u64 = 500_000_000;
 /// The interval between measurements of the least round trip, and its least multiple of it.
 const PROBE_INTERVAL: u64 = 1_000_000_000;
 const PROBE_ROUND_TRIPS: u64 = 200;
+/// The part of the least round trip that a queue may have while the bound doubles: that of HyStart
+/// (Ha and Rhee, 2011).
+const FAST_QUEUE: u64 = 8;
 /// The round trips after which a bound stops to double if the rate has not grown.
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
 /// The frames of a measurement.
@@ -76,23 +79,24 @@ struct Sent {
     at: u64,
     /// The bytes delivered when it was sent.
     delivered: u64,
-    /// Whether the sender had stopped by itself a short time before.
-    limited: bool,
     probe: bool,
     /// Whether the channels were empty.
     alone: bool,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Channel {
+    frames: VecDeque<Sent>,
+    under_way: u64,
 }
 
 /// The governor of some channels. Times are in nanoseconds of one clock.
 #[derive(Debug)]
 pub struct Governor {
     queue: u64,
-    /// Of each channel.
-    frames: Vec<VecDeque<Sent>>,
+    channels: Vec<Channel>,
     under_way: u64,
     delivered: u64,
-    /// Frames count as limited until this many bytes are delivered.
-    limited_until: u64,
     /// The bytes of the current sample, and the time with bytes under way in it.
     sample: (u64, u64),
     /// The end of the part of that time that is counted.
@@ -109,8 +113,8 @@ pub struct Governor {
     /// The shortest queue in the current round trip, and the delivered bytes that end it.
     standing: u64,
     round_ends: u64,
-    /// Whether the sender stopped by itself in the current round trip.
-    drained_by_itself: bool,
+    /// The most bytes under way in the current round trip.
+    peak: u64,
     /// The rate when it last grew by a quarter, and the round trips since then.
     best: u64,
     rounds_without_gain: u32,
@@ -145,10 +149,9 @@ impl Governor {
     pub fn new(queue: Duration, channels: usize) -> Self {
         Self {
             queue: u64::try_from(queue.as_nanos()).unwrap_or(u64::MAX),
-            frames: vec![VecDeque::new(); channels],
+            channels: vec![Channel::default(); channels],
             under_way: 0,
             delivered: 0,
-            limited_until: 0,
             sample: (0, 0),
             counted_until: 0,
             rates: [0; 2],
@@ -160,7 +163,7 @@ impl Governor {
             growth: Growth::Fast,
             standing: u64::MAX,
             round_ends: 0,
-            drained_by_itself: false,
+            peak: 0,
             best: 0,
             rounds_without_gain: 0,
             probe: Probe::Draining,
@@ -176,7 +179,7 @@ impl Governor {
         self.trips.clear();
         self.best = self.rate();
         self.bound = FIRST_BOUND;
-        (self.standing, self.rounds_without_gain) = (u64::MAX, 0);
+        (self.standing, self.peak, self.rounds_without_gain) = (u64::MAX, 0, 0);
         self.round_ends = self.delivered + self.under_way;
     }
 
@@ -193,7 +196,7 @@ impl Governor {
         if self.probe == Probe::Off && left >= (frame / 2).max(LEAST_FRAME) {
             return Some(frame.min(left));
         }
-        self.frames[channel].is_empty().then_some(LEAST_FRAME)
+        (self.channels[channel].under_way == 0).then_some(LEAST_FRAME)
     }
 
     /// Notes a frame of which `bytes` are sent now.
@@ -201,12 +204,9 @@ impl Governor {
         if self.under_way == 0 {
             self.counted_until = now;
         }
-        let is_small = bytes < LEAST_FRAME;
-        if is_small {
-            self.limited();
-        }
         // Each channel may send a page at any time, so fewer than one of each are no load.
-        let alone = !is_small && self.under_way < LEAST_FRAME * self.frames.len() as u64;
+        let alone =
+            bytes >= LEAST_FRAME && self.under_way < LEAST_FRAME * self.channels.len() as u64;
         let probe = alone && self.probe != Probe::Off;
         if probe && self.probe == Probe::Draining {
             self.probe = Probe::Measuring {
@@ -214,20 +214,17 @@ impl Governor {
                 least: u64::MAX,
             };
         }
-        self.frames[channel].push_back(Sent {
+        let channel = &mut self.channels[channel];
+        channel.under_way += bytes;
+        channel.frames.push_back(Sent {
             bytes,
             at: now,
             delivered: self.delivered,
-            limited: self.delivered < self.limited_until,
             probe,
             alone,
         });
         self.under_way += bytes;
-    }
-
-    /// The sender stops by itself now, not for want of room.
-    pub fn limited(&mut self) {
-        self.limited_until = (self.delivered + self.under_way).max(1);
+        self.peak = self.peak.max(self.under_way);
     }
 
     /// Notes the receipts of the next `frames` frames of a channel. Returns whether the least round
@@ -235,9 +232,11 @@ impl Governor {
     pub fn receipts(&mut self, now: u64, channel: usize, frames: u64) -> bool {
         let probed_at = self.probed_at;
         for _ in 0..frames {
-            let Some(frame) = self.frames[channel].pop_front() else {
+            let channel = &mut self.channels[channel];
+            let Some(frame) = channel.frames.pop_front() else {
                 break;
             };
+            channel.under_way -= frame.bytes;
             self.receipt(now, frame);
         }
         self.probed_at != probed_at
@@ -245,11 +244,7 @@ impl Governor {
 
     /// Forgets the frames without a receipt of a channel that was lost.
     pub fn lost(&mut self, channel: usize) {
-        let lost: u64 = self.frames[channel]
-            .drain(..)
-            .map(|frame| frame.bytes)
-            .sum();
-        self.under_way -= lost;
+        self.under_way -= std::mem::take(&mut self.channels[channel]).under_way;
         if let Probe::Measuring { .. } = self.probe {
             self.probe = Probe::Draining;
         }
@@ -323,7 +318,6 @@ impl Governor {
                     self.round_trip = Some(least);
                     self.probe = Probe::Off;
                     self.probed_at = now;
-                    self.limited();
                 }
             }
             Probe::Off if self.growth != Growth::Fast => {
@@ -350,34 +344,37 @@ impl Governor {
         let queued = round_trip.saturating_sub(free + self.own_time(frame));
         if !frame.probe {
             self.standing = self.standing.min(queued);
-            self.drained_by_itself |= frame.limited;
         }
+        // A sender that leaves half of the bound unused says nothing of a larger one.
+        let is_used = 2 * self.peak >= self.bound;
         if frame.delivered >= self.round_ends && self.standing < u64::MAX {
             // A round trip is over. The shortest queue in it is one that never drains.
-            if self.standing > self.queue / 2 {
+            // Few round trips tell little of the jitter, so fast growth takes a longer queue to end.
+            let queue = match self.growth {
+                Growth::Fast => (self.queue / 2).max(least / FAST_QUEUE),
+                _ => self.queue / 2,
+            };
+            if self.standing > queue {
                 self.growth = Growth::Off;
-            } else if self.standing < self.queue / 4
-                && self.growth == Growth::Off
-                && !self.drained_by_itself
-            {
+            } else if self.standing < self.queue / 4 && self.growth == Growth::Off && is_used {
                 self.growth = Growth::Slow;
             }
             if rate > self.best / 4 * 5 {
                 (self.best, self.rounds_without_gain) = (rate, 0);
-            } else {
+            } else if is_used {
                 self.rounds_without_gain += 1;
             }
             if self.growth == Growth::Fast && self.rounds_without_gain == ROUNDS_WITHOUT_GAIN {
                 self.growth = Growth::Off;
             }
             self.standing = u64::MAX;
-            self.drained_by_itself = false;
+            self.peak = self.under_way;
             self.round_ends = self.delivered + self.under_way;
         }
         // With fewer whole pages than this the link would be idle between them.
         let busy = bytes_in(rate, free).next_multiple_of(LEAST_FRAME);
         let target = bytes_in(rate, free.saturating_add(self.queue)).max(busy);
-        let more = if frame.limited { 0 } else { frame.bytes };
+        let more = if is_used { frame.bytes } else { 0 };
         self.bound = match self.growth {
             Growth::Off => target,
             Growth::Slow => {

@@ -163,7 +163,7 @@ impl<'a> PageFrame<'a> {
     }
 
     /// As [`Self::copy`], for a guest that has stopped for good. The frame has at most `most` data
-    /// pages, 1 to [`FRAME_PAGES`].
+    /// pages, up to [`FRAME_PAGES`]. With 0 it has the zero pages before the next data page.
     ///
     /// # Safety
     /// Until the frame is sent or dropped:
@@ -180,8 +180,8 @@ impl<'a> PageFrame<'a> {
         self.fill(ledger, cursor, FRAME_ZERO_PAGES)
     }
 
-    /// Fills the frame with those of `pages` that are unsent. They ascend, and are at most
-    /// [`FRAME_PAGES`].
+    /// Fills the frame with those of `pages` that are unsent, as [`Self::borrow`] does. They ascend,
+    /// and are at most [`FRAME_PAGES`]. Returns the number of those that need no other frame.
     ///
     /// # Safety
     /// As for [`Self::borrow`].
@@ -189,20 +189,29 @@ impl<'a> PageFrame<'a> {
         &mut self,
         ledger: &Ledger,
         pages: &[RamPage],
-    ) -> Result<(), MigrationError> {
+        most: u32,
+    ) -> Result<usize, MigrationError> {
         self.has_stopped();
-        self.most = FRAME_PAGES;
+        self.most = most;
         self.clear();
-        for page in pages {
+        for (before, page) in pages.iter().enumerate() {
+            if self.list.data_pages() == most.max(1) || most == 0 && !self.seems_zero(*page)? {
+                return Ok(before);
+            }
             if ledger.claim(*page) {
                 let page = page.index()..page.index() + 1;
                 if self.add(page.clone())?.end == page.start {
                     ledger.unclaim(page);
-                    break;
+                    return Ok(before);
                 }
             }
         }
-        Ok(())
+        Ok(pages.len())
+    }
+
+    /// Whether the page of a stopped guest is zero. It may be another thread's.
+    fn seems_zero(&mut self, page: RamPage) -> Result<bool, MigrationError> {
+        Ok(self.is_hole(page.0)? || self.is_zero(page))
     }
 
     fn clear(&mut self) {
@@ -233,7 +242,8 @@ impl<'a> PageFrame<'a> {
         self.fresh = 0..0;
         let mut at = cursor;
         let (mut zero, mut unchanged) = (0, 0);
-        while self.list.data_pages() < self.most && zero < most_zero && unchanged < SCAN_PAGES {
+        let most = self.most.max(1);
+        while self.list.data_pages() < most && zero < most_zero && unchanged < SCAN_PAGES {
             let Some(next) = ledger.unsent().next_set(at) else {
                 return Ok(None);
             };
@@ -241,8 +251,11 @@ impl<'a> PageFrame<'a> {
             // Holes need no look at their pages, so many of them are claimed at a time.
             let limit = if self.is_hole(next as u64)? {
                 (self.allocated.1.start - next as u64).min(most_zero - zero)
+            } else if self.most == 0 && !self.seems_zero(RamPage(next as u64))? {
+                // A request for it would take a claim for its answer.
+                return Ok(Some(next));
             } else {
-                u64::from(self.most - self.list.data_pages())
+                u64::from(most - self.list.data_pages())
             };
             let Some(claimed) = ledger.claim_run(next, limit.min(fresh) as usize) else {
                 return Ok(None);
@@ -272,11 +285,13 @@ impl<'a> PageFrame<'a> {
             self.refresh(page.0);
             let kind = if self.is_hole(page.0)? {
                 RunKind::Zero
-            } else if self.list.data_pages() == self.most {
+            } else if self.list.data_pages() == self.most && self.most > 0 {
                 // Other threads have claimed the hole that this run was to be.
                 return Ok(added);
             } else if self.is_zero(page) {
                 RunKind::Zero
+            } else if self.most == 0 {
+                return Ok(added);
             } else {
                 RunKind::Data
             };
@@ -489,13 +504,38 @@ mod tests {
     }
 
     #[test]
+    fn a_frame_without_room_for_data_has_the_zero_pages_before_it() {
+        let (ram, ledger) = memory();
+        // Only the second is no hole.
+        ram.try_write(RamPage(100), &[0; PAGE_BYTES]).unwrap();
+        ram.try_write(RamPage(200), &[9; PAGE_BYTES]).unwrap();
+        ledger.set_unsent(99..256);
+        let mut frame = PageFrame::new(&ram);
+        for first in [Some(99), None] {
+            // SAFETY: there are no vCPUs, and this thread alone writes.
+            assert_eq!(unsafe { frame.borrow(&ledger, 0, 0) }.unwrap(), Some(200));
+            let runs = frame.list().runs();
+            assert_eq!(runs.first().map(|run| run.first.0), first);
+            assert!(runs.iter().all(|run| run.kind == RunKind::Zero));
+            assert_eq!((ledger.in_flight(), ledger.unsent_count()), (101, 56));
+        }
+        let ahead = [150, 210, 200, 220].map(RamPage);
+        for (most, left) in [(0, 2), (1, 3)] {
+            // SAFETY: as before.
+            let done = unsafe { frame.borrow_pages(&ledger, &ahead, most) };
+            assert_eq!((done.unwrap(), frame.list().data_pages()), (left, most));
+        }
+        assert_eq!((ledger.in_flight(), ledger.unsent_count()), (103, 54));
+    }
+
+    #[test]
     fn a_hole_that_the_guest_filled_is_sent_when_it_is_asked_for() {
         let (ram, ledger) = memory();
         let mut frame = copied(&ram, &ledger);
         ram.try_write(RamPage(200), &[9; PAGE_BYTES]).unwrap();
         ledger.set_unsent(200..201);
         // SAFETY: there are no vCPUs, and this thread alone writes.
-        unsafe { frame.borrow_pages(&ledger, &[RamPage(200)]) }.unwrap();
+        unsafe { frame.borrow_pages(&ledger, &[RamPage(200)], 1) }.unwrap();
         assert_eq!(frame.list().data_pages(), 1);
     }
 
