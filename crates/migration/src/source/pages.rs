@@ -504,6 +504,16 @@ mod tests {
     }
 
     #[test]
+    fn a_hole_that_the_guest_filled_between_two_passes_is_sent() {
+        let (ram, ledger) = memory();
+        let mut frame = copied(&ram, &ledger);
+        ram.try_write(RamPage(200), &[9; PAGE_BYTES]).unwrap();
+        ledger.set_unsent(200..201);
+        frame.copy(&ledger, 0).unwrap();
+        assert_eq!(frame.list().data_pages(), 1);
+    }
+
+    #[test]
     fn a_frame_without_room_for_data_has_the_zero_pages_before_it() {
         let (ram, ledger) = memory();
         // Only the second is no hole.
