@@ -165,8 +165,6 @@ impl Supervisor<'_, '_, '_> {
         self.guest
             .core
             .fail(MigrationError::Internal("the migration has failed".into()));
-        // The owner must not resume it from here on.
-        self.host.set_open_to_owner(false);
         let _ = self.guest.vm.vcpus.pause(PAUSE_LIMIT);
         let _ = devices::pause(self.guest.vm.devices);
         if let Some(control) = &mut self.link.control {

@@ -395,7 +395,13 @@ impl<'a> Supervisor<'_, '_, 'a> {
             Action::Refuse => self.lose_control(
                 crate::ProtocolError::Contradiction("a message of another state").into(),
             ),
-            Action::End(end) => self.end = Some(end),
+            Action::End(end) => {
+                if end == End::Incomplete {
+                    // Before the status tells of it: the owner must not resume the VM any more.
+                    self.host.set_open_to_owner(false);
+                }
+                self.end = Some(end);
+            }
         }
     }
 

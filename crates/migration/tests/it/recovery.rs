@@ -114,12 +114,28 @@ fn moved_to(
             failed.store(sent.is_err(), Ordering::Release);
             sent
         });
+        let unwound = Unwound(&stage, &failed);
         act(&stage);
+        drop(unwound);
         Ends {
             sent: sender.join().unwrap(),
             received: receiver.join().unwrap(),
         }
     })
+}
+
+/// Ends both sides if the test panics, or else it would wait for them without end.
+struct Unwound<'a>(&'a Stage, &'a AtomicBool);
+
+impl Drop for Unwound<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.1.store(true, Ordering::Release);
+            self.0.destination.give_up();
+            self.0.session.cancel();
+            self.0.session.resume_here();
+        }
+    }
 }
 
 /// Waits until the guest runs at the destination.
