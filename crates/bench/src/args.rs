@@ -11,8 +11,12 @@ use crate::slots::SlotFlags;
 use crate::tunnel::TunnelFlags;
 use crate::vm;
 use clap::{Args, Parser, Subcommand};
+use pageferry_hosts::Link;
 use pageferry_machine::{Engine, EngineChoice};
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
 
 /// The exit codes. They have the same meaning as those of `pageferry`.
 pub(crate) const EXIT_CODES: &str = "\
@@ -184,6 +188,54 @@ impl EngineFlags {
 pub(crate) enum PeerFlag {
     /// QEMU
     Qemu,
+}
+
+/// A time such as `100us` or `2ms`.
+pub(crate) fn time(text: &str) -> Result<Duration, String> {
+    let (digits, unit) = match text.strip_suffix("us") {
+        Some(digits) => (digits, 1),
+        None => (text.strip_suffix("ms").unwrap_or_default(), 1000),
+    };
+    let number: u32 = digits
+        .parse()
+        .map_err(|_| format!("time '{text}': expected a whole number with us or ms"))?;
+    Ok(Duration::from_micros(u64::from(number) * unit))
+}
+
+/// The times that a link adds to each packet in each direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Delay {
+    delay: Duration,
+    /// Up to so much more.
+    jitter: Duration,
+}
+
+impl FromStr for Delay {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (delay, jitter) = text.split_once(':').unwrap_or((text, "0us"));
+        let [delay, jitter] = [time(delay)?, time(jitter)?];
+        Ok(Self { delay, jitter })
+    }
+}
+
+impl Delay {
+    /// The link with these times.
+    pub(crate) fn of(self, link: Link) -> Link {
+        link.delayed(self.delay, self.jitter)
+    }
+}
+
+impl fmt::Display for Delay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "delay {:?} to {:?}",
+            self.delay,
+            self.delay + self.jitter
+        )
+    }
 }
 
 #[cfg(test)]

@@ -33,7 +33,7 @@ use pageferry_hosts::{HugePages, Link, TwoHosts};
 use pageferry_machine::{Backing, Engine, EngineChoice};
 use pageferry_testkit::qemu::Qemu;
 use round::{Conditions, Round};
-use setting::{Column, Delay, HostPage, Hosts};
+use setting::{Column, HostPage, Hosts};
 use std::collections::BTreeMap;
 
 /// The differences in method between QEMU's figures and ours.
@@ -100,8 +100,8 @@ fn hosts(
             congestion: Some(of.0.clone()),
             ..Link::new(flags.rate)
         };
-        if let Some(Delay { delay, jitter }) = of.1 {
-            link = link.delayed(delay, jitter);
+        if let Some(delay) = of.1 {
+            link = delay.of(link);
         }
         match TwoHosts::start(&link) {
             Ok(two) => drop(hosts.insert(of, two)),

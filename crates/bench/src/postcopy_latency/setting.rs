@@ -1,7 +1,7 @@
 //! What a run measures.
 
 use crate::BenchError;
-use crate::args::{Common, PeerFlag};
+use crate::args::{Common, Delay, PeerFlag, time};
 use crate::vm::{check_host_memory, isa_of};
 use clap::{Args, ValueEnum, value_parser};
 use pageferry_guest::MemoryMap;
@@ -154,38 +154,8 @@ pub(crate) struct Column {
     pub(crate) queue: Option<Queue>,
 }
 
-/// A time such as `100us` or `2ms`.
-fn time(text: &str) -> Result<Duration, String> {
-    let (digits, unit) = match text.strip_suffix("us") {
-        Some(digits) => (digits, 1),
-        None => (text.strip_suffix("ms").unwrap_or_default(), 1000),
-    };
-    let number: u32 = digits
-        .parse()
-        .map_err(|_| format!("time '{text}': expected a whole number with us or ms"))?;
-    Ok(Duration::from_micros(u64::from(number) * unit))
-}
-
 /// What tells two hosts from others: the congestion control, and the delay of their link.
 pub(super) type Hosts = (String, Option<Delay>);
-
-/// The times that a link adds to each packet in each direction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Delay {
-    pub(super) delay: Duration,
-    /// Up to so much more.
-    pub(super) jitter: Duration,
-}
-
-impl FromStr for Delay {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (delay, jitter) = text.split_once(':').unwrap_or((text, "0us"));
-        let [delay, jitter] = [time(delay)?, time(jitter)?];
-        Ok(Self { delay, jitter })
-    }
-}
 
 /// A value of `--queue`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -214,8 +184,8 @@ impl Column {
             if self.vcpus == 1 { "" } else { "s" },
             self.congestion
         );
-        if let Some(Delay { delay, jitter }) = self.link {
-            name += &format!(", delay {delay:?} to {:?}", delay + jitter);
+        if let Some(link) = self.link {
+            name += &format!(", {link}");
         }
         if self.bulk > 1 {
             name += &format!(", {} bulk channels", self.bulk);

@@ -16,7 +16,7 @@ mod ends;
 mod moves;
 mod rows;
 
-use crate::args::Common;
+use crate::args::{Common, Delay};
 use crate::vm::check_host_memory;
 use crate::{BenchError, Row, is_cancelled, note, stop_on_interrupt};
 use ends::Ends;
@@ -37,6 +37,9 @@ pub(crate) struct TunnelFlags {
     /// The rate of the link in each direction: a number with bit, kbit, mbit or gbit
     #[arg(long, value_name = "RATE", default_value = "1gbit")]
     rate: Rate,
+    /// The delay of the link in each direction, and how much longer a packet may take
+    #[arg(long, value_name = "DELAY[:JITTER]")]
+    link: Option<Delay>,
     /// Guest memory: a whole number and K, M or G (powers of 1024) [default: 256M; with --quick
     /// 32M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -131,7 +134,12 @@ pub(crate) fn tunnel(flags: &TunnelFlags) -> Result<Vec<Row>, BenchError> {
     stop_on_interrupt()?;
     let rounds = flags.common.rounds(5, 1);
     let qemu = Qemu::find(&flags.peer_program).map_err(BenchError::Setting)?;
-    let hosts = TwoHosts::start(&Link::new(flags.rate))?;
+    let link = Link::new(flags.rate);
+    let link = match flags.link {
+        Some(delay) => delay.of(link),
+        None => link,
+    };
+    let hosts = TwoHosts::start(&link)?;
     let conditions = Conditions {
         flags,
         qemu: &qemu,

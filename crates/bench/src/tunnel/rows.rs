@@ -73,7 +73,11 @@ impl Rows {
 
     pub(super) fn rows(&self, flags: &TunnelFlags, qemu: &Qemu) -> Vec<Row> {
         let here = |note: &str| {
-            let note = format!("{note}; QEMU {}, {}", qemu.version, flags.rate);
+            let link = flags
+                .link
+                .map(|delay| format!(", {delay}"))
+                .unwrap_or_default();
+            let note = format!("{note}; QEMU {}, {}{link}", qemu.version, flags.rate);
             Conditions::here(1, flags.memory(), note)
         };
         let mut rows = Vec::new();
