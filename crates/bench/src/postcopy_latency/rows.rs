@@ -29,9 +29,7 @@ const CASES: [(&str, &str, Of); 10] = [
     }),
     ("latency.link_busy", "%", |row| row.link_busy_percent),
     ("latency.total", "s", |row| row.total_s),
-    ("latency.bulk", "MB/s", |row| {
-        row.bulk_rate.map(|rate| rate / 1e6)
-    }),
+    ("latency.bulk", "B/s", |row| row.bulk_rate),
     ("latency.sum", "s", |row| {
         let stalls = row.stalls().filter(|_| row.total_s.is_some());
         stalls.map(|s| s.mean_us * s.count as f64 / 1e6)

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 /// The pause after an attempt that failed, and the longest one.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
-/// The least time of an attempt. The network may come back in the middle of one, and the kernel
-/// sends the first packet again after a second. It grows with the pauses, to fifteen seconds: the
-/// far end may be a process that gets little of a busy host.
+/// The least time of an attempt to connect, and of the handshake. The network may come back in the
+/// middle of one, and the kernel sends the first packet again after a second. The handshake's grows
+/// with the pauses, to fifteen seconds: the far end may be a process that gets little of a busy host.
 const LEAST_LIMIT: Duration = Duration::from_millis(1500);
 
 /// The number of the next dialler. Letters of an older one have no effect.
@@ -136,13 +136,14 @@ impl Dialler {
             .expect("made before the first attempt");
         let number = self.number;
         let growth = pause.div_duration_f64(FIRST_PAUSE);
-        let limit = config.patience.dead_after.max(LEAST_LIMIT.mul_f64(growth));
+        let limits = [LEAST_LIMIT, LEAST_LIMIT.mul_f64(growth)];
+        let limits = limits.map(|limit| limit.max(config.patience.dead_after));
         let work = move || {
             let stop = || stop.load(Ordering::Relaxed);
             let protection = config.protection();
             let dialled = protection
                 .map_err(HandshakeError::from)
-                .and_then(|protection| dial(&to, &protection, &identity, key, limit, &stop));
+                .and_then(|protection| dial(&to, &protection, &identity, key, limits, &stop));
             let dialled = dialled.map(|opened| opened.connection);
             let dialled = dialled.map_err(|error| not_dialled(&to, &error, was_connected));
             letters.post(Letter::Dialled(number, key.index, dialled));

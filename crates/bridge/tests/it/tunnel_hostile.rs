@@ -25,7 +25,7 @@ fn dial_as(scene: &Scene, key: ChannelKey) -> Result<Connection, HandshakeError>
     let identity = Identity::random().unwrap();
     let plain = Protection::Plain(PlainPolicy::LoopbackOnly);
     let address = scene.far.address();
-    let opened = dial(address, &plain, &identity, key, LIMIT, &|| false)?;
+    let opened = dial(address, &plain, &identity, key, [LIMIT; 2], &|| false)?;
     Ok(opened.connection)
 }
 

@@ -243,7 +243,7 @@ fn try_open(address: &str) -> Result<Connection, HandshakeError> {
     let plain = Protection::Plain(PlainPolicy::LoopbackOnly);
     let identity = Identity::random().unwrap();
     let key = ChannelKey::control(1);
-    let opened = dial(&address, &plain, &identity, key, LIMIT, &|| false);
+    let opened = dial(&address, &plain, &identity, key, [LIMIT; 2], &|| false);
     opened.map(|opened| opened.connection)
 }
 

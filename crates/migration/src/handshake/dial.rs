@@ -43,7 +43,8 @@ impl<'a> Limits<'a> {
 }
 
 /// Dials `address` and opens the channel `key` of the session. Fails if connecting (name
-/// resolution not counted) takes longer than `limit`, or the handshake after it does. Ends early if
+/// resolution not counted) takes longer than `connect`, or the handshake after it longer than
+/// `limit`. The kernel of a busy host connects soon, and its process answers late. Ends early if
 /// `stop` returns true.
 ///
 /// The first control channel of generation 1 opens the session: it carries the secret.
@@ -55,10 +56,10 @@ pub fn dial(
     protection: &Protection,
     identity: &Identity,
     key: ChannelKey,
-    limit: Duration,
+    [connect, limit]: [Duration; 2],
     stop: &dyn Fn() -> bool,
 ) -> Result<Opened, HandshakeError> {
-    let wait = Wait::block("connection").within(limit).unless(stop);
+    let wait = Wait::block("connection").within(connect).unless(stop);
     let connection = Connection::connect(address, &wait)?;
     let host = match address {
         Address::Tcp { host, .. } => Some(host.as_str()),

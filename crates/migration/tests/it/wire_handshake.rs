@@ -529,7 +529,7 @@ fn over_a_path_that_carries(
                 let _ = source.shutdown(Shutdown::Write);
             });
         });
-        dial(&address, &PLAIN, &identity(), FIRST, limit, &never).unwrap_err()
+        dial(&address, &PLAIN, &identity(), FIRST, [limit; 2], &never).unwrap_err()
     })
 }
 
@@ -639,13 +639,13 @@ fn a_source_does_not_wait_for_a_silent_destination() {
     let limit = Duration::from_millis(80);
     let began = Instant::now();
     for protection in [PLAIN, tls_protection()] {
-        let late = dial(address, &protection, &ours, FIRST, limit, &never);
+        let late = dial(address, &protection, &ours, FIRST, [limit; 2], &never);
         assert!(matches!(
             late,
             Err(HandshakeError::Channel(ChannelError::TimedOut { .. }))
         ));
         let stop = || began.elapsed() > Duration::from_millis(250);
-        let stopped = dial(address, &protection, &ours, FIRST, LIMIT, &stop);
+        let stopped = dial(address, &protection, &ours, FIRST, [LIMIT; 2], &stop);
         assert!(matches!(
             stopped,
             Err(HandshakeError::Channel(ChannelError::Interrupted { .. }))
@@ -681,7 +681,7 @@ fn a_destination_that_drips_does_not_postpone_the_end_of_a_handshake() {
         thread::scope(|scope| {
             scope.spawn(|| drip(&listener, bytes));
             let began = Instant::now();
-            let error = dial(&address, &protection, &ours, FIRST, limit, &never).unwrap_err();
+            let error = dial(&address, &protection, &ours, FIRST, [limit; 2], &never).unwrap_err();
             let HandshakeError::Channel(ChannelError::TimedOut { after, .. }) = error else {
                 panic!("{error:?} after {:?}", began.elapsed());
             };

@@ -145,7 +145,7 @@ pub(crate) fn open(
     identity: &Identity,
     key: ChannelKey,
 ) -> Result<Opened, HandshakeError> {
-    dial(address, protection, identity, key, LIMIT, &never)
+    dial(address, protection, identity, key, [LIMIT; 2], &never)
 }
 
 pub(crate) fn bulk(index: u16, generation: u32, incarnation: u32) -> ChannelKey {
