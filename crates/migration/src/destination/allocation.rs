@@ -5,8 +5,8 @@
 //! [`Allocation`] ends its threads within a step. Allocation changes no byte, so pages may arrive
 //! meanwhile. Writing a page before its turn allocates it.
 //!
-//! **Mechanism.** Threads take steps of 16 MiB from one counter. Their priority is that of others:
-//! the switch-over waits for them, and so may the page that arrives next.
+//! **Mechanism.** Threads take steps of 16 MiB from one counter. Their priority is low, except for
+//! pages of a pool.
 
 use crate::error::MigrationError;
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
@@ -98,6 +98,11 @@ impl AllocationState {
     }
 
     fn run(&self) {
+        // The page that arrives next may wait until its huge page is all zero. That takes a second
+        // for 1 GiB, and far longer at a low priority beside busy vCPUs.
+        if !self.ram.backing().is_hugetlb() {
+            crate::latency::lower_priority();
+        }
         let total = self.ram.pages();
         while !self.stop.load(Ordering::Relaxed) {
             let first = self.next.fetch_add(STEP, Ordering::Relaxed);
