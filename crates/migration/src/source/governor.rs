@@ -18,8 +18,9 @@
 //!   longer, or a peer that gets busy.
 //! - The *free round trip* is what a frame takes without a queue: the least one and the jitter.
 //!   Frames keep their order, so the late ones hold up those behind them, and a busy link has nearly
-//!   its longest delay all the time. The jitter is five quarters of the distance from the least
-//!   round trip to a long one of the last [`TRIPS`] on empty channels. A push that has become too
+//!   its longest delay all the time. The jitter is twice the distance from the least round trip to
+//!   the median of the last [`TRIPS`] on empty channels: a busy host makes some long ones that say
+//!   nothing of the link. A push that has become too
 //!   slow sends most of its frames on empty channels. So it learns of the jitter that slows it.
 //! - While the queue drains between frames, there may be more rate than the bound lets show. The
 //!   bound then grows with each round trip: twofold at first, later by a quarter.
@@ -66,8 +67,7 @@ const FAST_QUEUE: u64 = 8;
 const ROUNDS_WITHOUT_GAIN: u32 = 3;
 /// The frames of a measurement.
 const PROBE_FRAMES: u32 = 3;
-/// The round trips on empty channels that tell the jitter. Of these, an eighth is longer than the
-/// long one: a busy host makes some that say nothing of the link.
+/// The round trips on empty channels that tell the jitter.
 const TRIPS: usize = 16;
 /// The part of the interval between measurements while there are fewer round trips.
 const SOONER: u64 = 4;
@@ -274,9 +274,9 @@ impl Governor {
             .push_back(round_trip.saturating_sub(self.own_time(frame)));
         let mut trips: Vec<u64> = self.trips.iter().copied().collect();
         trips.sort_unstable();
-        let long = trips[(trips.len() * 7 / 8).min(trips.len() - 1)];
-        let least = self.round_trip.unwrap_or(long);
-        self.jitter = long.saturating_sub(least) / 4 * 5;
+        let usual = trips[trips.len() / 2];
+        let least = self.round_trip.unwrap_or(usual);
+        self.jitter = 2 * usual.saturating_sub(least);
     }
 
     /// The time that the bytes of a frame take, beyond those of a page.
