@@ -64,7 +64,8 @@ impl Delayed {
             std::thread::spawn(move || {
                 // A refusal costs 50 us a packet.
                 let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
-                while !ends.load(Ordering::Relaxed) && way.carry(&from, &to).is_ok() {}
+                let mut packet = vec![0; MOST];
+                while !ends.load(Ordering::Relaxed) && way.carry(&from, &to, &mut packet).is_ok() {}
             })
         });
         let threads = threads.collect();
@@ -126,11 +127,10 @@ struct Way {
 }
 
 impl Way {
-    /// Takes the packets that are there, and gives those that are due.
-    fn carry(&mut self, from: &File, to: &File) -> Result<(), Errno> {
-        let mut packet = [0; MOST];
+    /// Takes the packets that are there, by way of `packet`, and gives those that are due.
+    fn carry(&mut self, from: &File, to: &File, packet: &mut [u8]) -> Result<(), Errno> {
         loop {
-            match read(from, &mut packet) {
+            match read(from, &mut *packet) {
                 Ok(bytes) => self.take(&packet[..bytes]),
                 Err(Errno::AGAIN) => break,
                 Err(why) => return Err(why),

@@ -5,8 +5,8 @@
 //! Dropping [`HugePages`] gives the pool its size back.
 //!
 //! **Mechanism.** A host is a network namespace. A veth pair joins the two, or threads of this
-//! process if packets take time ([`Link::delayed`]). `tc` shapes what each side sends, see [`Link`].
-//! Names hold the process id of the maker, so runs do not collide, and a
+//! process if packets take time ([`Link::delayed`]). `tc` shapes what each side sends, see
+//! [`Link`]. Names hold the process id of the maker, so runs do not collide, and a
 //! name whose process is gone is stale.
 //!
 //! **Neighbours.** [`netns`] runs code in a host. `bench` measures between two hosts, `testkit`

@@ -132,7 +132,7 @@ impl Link {
         }
     }
 
-    /// The same link, each of whose packets takes `delay` in one direction, and up to `jitter` more.
+    /// The same link. Each packet takes `delay` in one direction, and up to `jitter` more.
     #[must_use]
     pub fn delayed(self, delay: Duration, jitter: Duration) -> Self {
         Self {

@@ -154,7 +154,7 @@ pub(crate) struct Column {
     pub(crate) queue: Option<Queue>,
 }
 
-/// What tells two hosts from others: the congestion control, and the delay of their link.
+/// The congestion control of two hosts, and the delay of their link.
 pub(super) type Hosts = (String, Option<Delay>);
 
 /// A value of `--queue`.

@@ -17,7 +17,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 /// The least time of an attempt to connect, and of the handshake. The network may come back in the
 /// middle of one, and the kernel sends the first packet again after a second. The handshake's grows
-/// with the pauses, to fifteen seconds: the far end may be a process that gets little of a busy host.
+/// with the pauses, to fifteen seconds: the far end may get little of a busy host.
 const LEAST_LIMIT: Duration = Duration::from_millis(1500);
 
 /// The number of the next dialler. Letters of an older one have no effect.

@@ -195,7 +195,9 @@ impl<'a> PageFrame<'a> {
         self.most = most;
         self.clear();
         for (before, page) in pages.iter().enumerate() {
-            if self.list.data_pages() == most.max(1) || most == 0 && !self.seems_zero(*page)? {
+            if self.list.data_pages() == most.max(1)
+                || most == 0 && !self.is_hole(page.0)? && !self.is_zero(*page)
+            {
                 return Ok(before);
             }
             if ledger.claim(*page) {
@@ -207,11 +209,6 @@ impl<'a> PageFrame<'a> {
             }
         }
         Ok(pages.len())
-    }
-
-    /// Whether the page of a stopped guest is zero. It may be another thread's.
-    fn seems_zero(&mut self, page: RamPage) -> Result<bool, MigrationError> {
-        Ok(self.is_hole(page.0)? || self.is_zero(page))
     }
 
     fn clear(&mut self) {
@@ -251,7 +248,7 @@ impl<'a> PageFrame<'a> {
             // Holes need no look at their pages, so many of them are claimed at a time.
             let limit = if self.is_hole(next as u64)? {
                 (self.allocated.1.start - next as u64).min(most_zero - zero)
-            } else if self.most == 0 && !self.seems_zero(RamPage(next as u64))? {
+            } else if self.most == 0 && !self.is_zero(RamPage(next as u64)) {
                 // A request for it would take a claim for its answer.
                 return Ok(Some(next));
             } else {
