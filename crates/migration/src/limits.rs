@@ -50,8 +50,8 @@ impl Limits {
 
 /// The silence of a peer on a channel, in the time for which this side ran.
 ///
-/// A thread looks several times in [`Self::LOOK`]. So if more time has passed since its last look,
-/// the host has not let it run. The peer may have had no better luck.
+/// A thread looks several times in 100 ms. So if more time has passed since its last look, the host
+/// has not let it run. The peer may have had no better luck.
 #[derive(Debug)]
 pub struct Silence {
     heard: Instant,

@@ -9,9 +9,8 @@
 //! to one word of each page of its part of guest memory, in ascending order. With overlap, each
 //! vCPU touches all of guest memory. At first no page is mapped in the second-stage tables. Either
 //! host memory is allocated, and a touch costs the hypervisor's fault path only. Or each page is
-//! missing: its fault is delivered by one of the ways of
-//! [`Delivery`](pageferry_machine::Delivery), and 4 KiB are copied into it. Each vCPU has a thread,
-//! and all start together (`race`). A sample is as many whole passes as
+//! missing: its fault is delivered by one of the ways of [`Delivery`], and 4 KiB are copied into it.
+//! Each vCPU has a thread, and all start together (`race`). A sample is as many whole passes as
 //! [`DemandFlags::sample`] takes, each with a new VM. Times of single faults come from a further
 //! pass, because reading the clock costs time.
 //!
