@@ -157,7 +157,10 @@ impl<'a> Bulk<'a> {
                 if shared.gate.is_closed() {
                     return Ok(Next::GiveWay);
                 }
-                let room = shared.governor().room(self.index);
+                let mut governor = shared.governor();
+                governor.asked(shared.gate.asked());
+                let room = governor.room(self.index);
+                drop(governor);
                 // Zero pages need no room: they take the peer's time, not the link's.
                 let most = room.map_or(0, |room| (room / PAGE_BYTES as u64) as u32);
                 let unsent = shared.ledger.unsent();

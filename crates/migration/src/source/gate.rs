@@ -6,32 +6,46 @@
 //!
 //! **Mechanism.** A count of claimed pages. A bulk thread that finds the gate closed looks again a
 //! little later, so nobody has to wake it. It may have looked just before the claim. Then one frame
-//! goes ahead of the answer.
+//! goes ahead of the answer. The time of the last claim tells the governor of the push whether
+//! anybody asks.
 //!
 //! **Neighbours.** `urgent` closes and opens it, `bulk` looks at it.
 
+use crate::clock::monotonic_ns;
 use crate::sync::{AtomicU64, Ordering};
 
 /// The claimed pages of requests that are not in the socket yet.
 #[derive(Debug)]
-pub(super) struct UrgentGate(AtomicU64);
+pub(super) struct UrgentGate {
+    waiting: AtomicU64,
+    asked: AtomicU64,
+}
 
 impl UrgentGate {
     pub(super) fn new() -> Self {
-        Self(AtomicU64::new(0))
+        Self {
+            waiting: AtomicU64::new(0),
+            asked: AtomicU64::new(0),
+        }
     }
 
     /// Notes a claimed page that is to be answered, until the result is dropped: the answer is in
     /// the socket then, or none will come.
     pub(super) fn to_answer(&self) -> Due<'_> {
-        // The count orders nothing: the ledger says who sends a page.
-        self.0.fetch_add(1, Ordering::Relaxed);
+        // Neither orders anything: the ledger says who sends a page.
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        self.asked.store(monotonic_ns(), Ordering::Relaxed);
         Due(self)
     }
 
     /// Whether a request waits for its answer.
     pub(super) fn is_closed(&self) -> bool {
-        self.0.load(Ordering::Relaxed) > 0
+        self.waiting.load(Ordering::Relaxed) > 0
+    }
+
+    /// The time of the last claim, by the clock of [`monotonic_ns`].
+    pub(super) fn asked(&self) -> u64 {
+        self.asked.load(Ordering::Relaxed)
     }
 }
 
@@ -41,7 +55,7 @@ pub(super) struct Due<'a>(&'a UrgentGate);
 
 impl Drop for Due<'_> {
     fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Ordering::Relaxed);
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

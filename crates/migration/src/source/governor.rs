@@ -4,7 +4,9 @@
 //! allowed queue, but for one frame. They exceed it for a few round trips while the governor looks
 //! for more rate, or after the rate has fallen. A channel with work and nothing under way may
 //! always send a page. So urgent pages wait about the allowed queue on a link that they share with
-//! the push, and a link whose delay varies stays busy.
+//! the push, and a link whose delay varies stays busy. The less the guest asks, the more of the
+//! link the push takes: a request waits for a queue of at most 1/[`IDLE_SHARE`] of the time before
+//! it in which nobody asked.
 //!
 //! **Mechanism.** Each frame has a receipt, so the governor needs nothing from the kernel. It works
 //! over every kind of connection, and counts what TLS or a tunnel holds back too. A frame's receipt
@@ -16,12 +18,13 @@
 //! - The *least round trip* is that of one page on empty channels. Every [`PROBE_INTERVAL`] the
 //!   governor lets the channels run empty and measures it again. So it follows a route that gets
 //!   longer, or a peer that gets busy.
-//! - The *free round trip* is what a frame takes without a queue: the least one and the jitter.
-//!   Frames keep their order, so the late ones hold up those behind them, and a busy link has nearly
-//!   its longest delay all the time. The jitter is twice the distance from the least round trip to
-//!   the median of the last [`TRIPS`] on empty channels: a busy host makes some long ones that say
-//!   nothing of the link. A push that has become too
-//!   slow sends most of its frames on empty channels. So it learns of the jitter that slows it.
+//! - The *free round trip* is what a frame takes without a queue: the least one and the jitter
+//!   beyond the allowed queue. Frames keep their order, so the late ones hold up those behind them,
+//!   and a busy link has nearly its longest delay all the time. The jitter is twice the distance
+//!   from the least round trip to the median of the last [`TRIPS`] on empty channels: a busy host
+//!   makes some long ones that say nothing of the link. Frames right behind an urgent page do not
+//!   count. A push that has become too slow sends most of its frames on empty channels. So it
+//!   learns of the jitter that slows it.
 //! - While the queue drains between frames, there may be more rate than the bound lets show. The
 //!   bound then grows with each round trip: twofold at first, later by a quarter.
 //!
@@ -71,6 +74,8 @@ const PROBE_FRAMES: u32 = 3;
 const TRIPS: usize = 16;
 /// The part of the interval between measurements while there are fewer round trips.
 const SOONER: u64 = 4;
+/// The part of a time in which nobody asks that a queue may have after it.
+const IDLE_SHARE: u64 = 8;
 
 /// A frame without a receipt.
 #[derive(Clone, Copy, Debug)]
@@ -80,7 +85,7 @@ struct Sent {
     /// The bytes delivered when it was sent.
     delivered: u64,
     probe: bool,
-    /// Whether the channels were empty.
+    /// Whether the channels were empty, and no urgent page was just ahead.
     alone: bool,
 }
 
@@ -94,6 +99,8 @@ struct Channel {
 #[derive(Debug)]
 pub struct Governor {
     queue: u64,
+    /// The time of the last request for a page.
+    asked: u64,
     channels: Vec<Channel>,
     under_way: u64,
     delivered: u64,
@@ -149,6 +156,7 @@ impl Governor {
     pub fn new(queue: Duration, channels: usize) -> Self {
         Self {
             queue: u64::try_from(queue.as_nanos()).unwrap_or(u64::MAX),
+            asked: 0,
             channels: vec![Channel::default(); channels],
             under_way: 0,
             delivered: 0,
@@ -173,7 +181,8 @@ impl Governor {
 
     /// A push begins. The rate of what was sent before counts, and not its round trips: they contain
     /// queues.
-    pub fn begin(&mut self) {
+    pub fn begin(&mut self, now: u64) {
+        self.asked(now);
         (self.probe, self.growth) = (Probe::Draining, Growth::Fast);
         (self.round_trip, self.jitter) = (None, 0);
         self.trips.clear();
@@ -181,6 +190,11 @@ impl Governor {
         self.bound = FIRST_BOUND;
         (self.standing, self.peak, self.rounds_without_gain) = (u64::MAX, 0, 0);
         self.round_ends = self.delivered + self.under_way;
+    }
+
+    /// Notes that a vCPU asked for a page at that time, last.
+    pub fn asked(&mut self, at: u64) {
+        self.asked = self.asked.max(at);
     }
 
     /// The bytes of pages that the next frame of a channel may have, or `None` if a receipt must come
@@ -208,6 +222,8 @@ impl Governor {
         let alone =
             bytes >= LEAST_FRAME && self.under_way < LEAST_FRAME * self.channels.len() as u64;
         let probe = alone && self.probe != Probe::Off;
+        let urgent = self.queue.min(time_of(2 * LEAST_FRAME, self.rate()));
+        let alone = alone && now.saturating_sub(self.asked) > urgent;
         if probe && self.probe == Probe::Draining {
             self.probe = Probe::Measuring {
                 left: PROBE_FRAMES,
@@ -262,7 +278,7 @@ impl Governor {
         if frame.alone {
             self.note_trip(frame, round_trip);
         }
-        self.adjust(frame, round_trip);
+        self.adjust(now, frame, round_trip);
     }
 
     /// Learns the jitter.
@@ -276,7 +292,7 @@ impl Governor {
         trips.sort_unstable();
         let usual = trips[trips.len() / 2];
         let least = self.round_trip.unwrap_or(usual);
-        self.jitter = 2 * usual.saturating_sub(least);
+        self.jitter = (2 * usual.saturating_sub(least)).saturating_sub(self.queue);
     }
 
     /// The time that the bytes of a frame take, beyond those of a page.
@@ -335,12 +351,15 @@ impl Governor {
     }
 
     /// Sets the bound anew.
-    fn adjust(&mut self, frame: Sent, round_trip: u64) {
+    fn adjust(&mut self, now: u64, frame: Sent, round_trip: u64) {
         let Some(least) = self.round_trip else {
             return;
         };
         let rate = self.rate();
         let free = least.saturating_add(self.jitter);
+        // A vCPU that waits all the time asks again after a round trip.
+        let idle = now.saturating_sub(self.asked.saturating_add(free));
+        let allowed = self.queue.max(idle / IDLE_SHARE);
         let queued = round_trip.saturating_sub(free + self.own_time(frame));
         if !frame.probe {
             self.standing = self.standing.min(queued);
@@ -351,12 +370,12 @@ impl Governor {
             // A round trip is over. The shortest queue in it is one that never drains.
             // Few round trips tell little of the jitter, so fast growth takes a longer queue to end.
             let queue = match self.growth {
-                Growth::Fast => (self.queue / 2).max(least / FAST_QUEUE),
-                _ => self.queue / 2,
+                Growth::Fast => (allowed / 2).max(least / FAST_QUEUE),
+                _ => allowed / 2,
             };
             if self.standing > queue {
                 self.growth = Growth::Off;
-            } else if self.standing < self.queue / 4 && self.growth == Growth::Off && is_used {
+            } else if self.standing < allowed / 4 && self.growth == Growth::Off && is_used {
                 self.growth = Growth::Slow;
             }
             if rate > self.best / 4 * 5 {
@@ -373,7 +392,7 @@ impl Governor {
         }
         // With fewer whole pages than this the link would be idle between them.
         let busy = bytes_in(rate, free).next_multiple_of(LEAST_FRAME);
-        let target = bytes_in(rate, free.saturating_add(self.queue)).max(busy);
+        let target = bytes_in(rate, free.saturating_add(allowed)).max(busy);
         let more = if is_used { frame.bytes } else { 0 };
         self.bound = match self.growth {
             Growth::Off => target,

@@ -1,5 +1,6 @@
 //! The state that the threads of the source share.
 
+use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::ledger::Ledger;
 use crate::limits::Patience;
@@ -217,7 +218,7 @@ impl<'a> Shared<'a> {
     /// rings the bells of the sending threads afterwards.
     pub(super) fn set_mode(&self, mode: Mode) {
         if mode == Mode::Push {
-            self.governor().begin();
+            self.governor().begin(monotonic_ns());
         }
         self.cursor.store(0, Ordering::Relaxed);
         self.ledger.set_closed(mode == Mode::Hold);

@@ -1,6 +1,6 @@
 //! Governors on a simulated link: one queue, a rate, a delay, and steps of both.
 
-use super::{FRAME_BYTES, Governor, PROBE_INTERVAL, PROBE_ROUND_TRIPS, TRIPS};
+use super::{FRAME_BYTES, Governor, IDLE_SHARE, PROBE_INTERVAL, PROBE_ROUND_TRIPS, TRIPS};
 use crate::wire::PAGE_BYTES;
 use proptest::prelude::*;
 use std::cmp::Reverse;
@@ -56,6 +56,9 @@ struct Run {
     receipts: BinaryHeap<Reverse<(u64, usize)>>,
     /// The last arrival at each end.
     last: [u64; 2],
+    /// The time between two requests for urgent pages, and the bytes of each answer.
+    asks: u64,
+    urgent: u64,
     /// The push gives way in this part of each millisecond, in nanoseconds.
     gives_way: u64,
     /// The sender wakes up so much later than its receipt, at most.
@@ -73,6 +76,8 @@ impl Run {
             channels,
             receipts: BinaryHeap::new(),
             last: [0; 2],
+            asks: 1_000_000,
+            urgent: 0,
             gives_way: 0,
             lateness: 0,
             random: 1,
@@ -103,6 +108,11 @@ impl Run {
     }
 
     fn send(&mut self, seen: &mut Seen) {
+        let asked = self.now / self.asks * self.asks;
+        if self.governor.asked < asked {
+            self.governor.asked(asked);
+            self.free_at = self.free_at.max(self.now) + self.link.time_of(self.urgent);
+        }
         let gives_way = self.now % 1_000_000 < self.gives_way;
         for channel in 0..self.channels {
             loop {
@@ -269,7 +279,10 @@ proptest! {
         let [rate, delay, jitter] = [rate, delay, jitter].map(|ln| ln.exp() as u64);
         let mut run = Run::new(Link { rate, delay, jitter, burst: 0 }, channels);
         run.run(10 * SECOND);
-        run.check(0.7)?;
+        let seen = run.run(8 * SECOND);
+        let share = seen.delivered as f64 / (8 * rate) as f64;
+        prop_assert!(share > 0.55, "{:?}: {share:.2} of the rate", run.link);
+        run.check_bound(&seen, 8 * SECOND)?;
     }
 }
 
@@ -287,6 +300,39 @@ fn a_longer_route_is_noticed() {
     run.link.delay = 5_000_000;
     run.run(3 * SECOND);
     run.check(0.85).unwrap();
+}
+
+#[test]
+fn urgent_pages_on_the_same_link_are_no_jitter() {
+    let link = Link {
+        rate: 12_500_000,
+        delay: 10_000,
+        jitter: 0,
+        burst: 0,
+    };
+    let mut run = Run::new(link, 1);
+    (run.asks, run.urgent) = (500_000, PAGE_BYTES as u64);
+    run.run(3 * SECOND);
+    assert_eq!(run.governor.jitter, 0);
+    let seen = run.run(SECOND);
+    run.check_bound(&seen, SECOND).unwrap();
+}
+
+#[test]
+fn a_push_takes_the_link_while_nobody_asks() {
+    let link = Link {
+        rate: 125_000_000,
+        delay: 100_000,
+        jitter: 1_000_000,
+        burst: 0,
+    };
+    let mut run = Run::new(link, 1);
+    run.asks = SECOND / 10;
+    run.run(3 * SECOND);
+    let seen = run.check_busy(0.95).unwrap();
+    // A request waits for an eighth of the time before it.
+    let most = link.allowed(run.asks / IDLE_SHARE) * 6 / 4;
+    assert!(seen.most_under_way <= most, "{seen:?}, at most {most}");
 }
 
 #[test]
