@@ -115,6 +115,8 @@ pub struct End {
     links: BTreeMap<Link, Open>,
     /// The stream that was served last.
     served: u32,
+    /// The records with urgent data that were taken.
+    urgent: u64,
     kept: u64,
     held: u64,
     bye: Option<String>,
@@ -150,6 +152,7 @@ impl End {
             streams: BTreeMap::new(),
             links: BTreeMap::new(),
             served: 0,
+            urgent: 0,
             kept: 0,
             held: 0,
             bye: None,
@@ -465,6 +468,7 @@ impl End {
             None => return None,
         };
         self.served = number;
+        self.urgent += u64::from(urgent.is_some());
         let part = self.streams.get_mut(&number)?.out.next(link, room)?;
         Some(Record::Data {
             stream: number,
@@ -472,6 +476,12 @@ impl End {
             bytes: part.bytes,
             end: part.end,
         })
+    }
+
+    /// The number of records with urgent data that were taken.
+    #[must_use]
+    pub const fn urgent(&self) -> u64 {
+        self.urgent
     }
 
     /// Something is said on every connection soon.

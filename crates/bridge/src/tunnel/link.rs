@@ -30,6 +30,8 @@ pub(super) struct LinkIo {
     /// Whether TLS has bytes for which the socket had no room.
     unflushed: bool,
     governor: Governor,
+    /// The records with urgent data, on any connection, of which the governor knows.
+    urgent: u64,
     /// For each record with data and without a receipt, whether the governor was told of it. Small
     /// records count with a later one: by themselves they would tell it that this side had little
     /// to send.
@@ -81,6 +83,7 @@ impl LinkIo {
             told: VecDeque::new(),
             untold: 0,
             governor: Governor::new(queue, 1),
+            urgent: 0,
             receipts: 0,
             silence: Silence::new(),
             epoch,
@@ -155,6 +158,10 @@ impl LinkIo {
     /// anything was sent.
     pub(super) fn send(&mut self, end: &mut End) -> Result<bool, Lost> {
         let mut sent = false;
+        if self.urgent != end.urgent() {
+            self.urgent = end.urgent();
+            self.governor.asked(self.now());
+        }
         loop {
             while self.out.len() < QUEUED {
                 let room = self.governor.room(0);

@@ -20,8 +20,8 @@
 //! | `near`, `dial`, `far` | how sessions begin, and get their connections |
 //! | `model` | a search of all states of two ends and a network that cuts and delays |
 //!
-//! The bulk of the data never fills the link's queue: the [governor] of post-copy bounds what is
-//! under way. So an urgent page waits for about [`Config::queue`].
+//! While vCPUs wait for pages, the bulk of the data never fills the link's queue: the [governor] of
+//! post-copy bounds what is under way. So an urgent page waits for about [`Config::queue`].
 //!
 //! **Neighbours.** `migration` has the handshake, the sockets, TLS and the governor.
 //!
