@@ -6,7 +6,7 @@
 //! always send a page. So urgent pages wait about the allowed queue on a link that they share with
 //! the push, and a link whose delay varies stays busy. The less the guest asks, the more of the
 //! link the push takes: a request waits for a queue of at most 1/[`IDLE_SHARE`] of the time before
-//! it in which nobody asked.
+//! it in which nobody asked. That queue is no longer than a free round trip, or [`IDLE_QUEUE`].
 //!
 //! **Mechanism.** Each frame has a receipt, so the governor needs nothing from the kernel. It works
 //! over every kind of connection, and counts what TLS or a tunnel holds back too. A frame's receipt
@@ -76,6 +76,8 @@ const TRIPS: usize = 16;
 const SOONER: u64 = 4;
 /// The part of a time in which nobody asks that a queue may have after it.
 const IDLE_SHARE: u64 = 8;
+/// The longest such queue, if a free round trip is shorter. It outlasts the pauses of a busy host.
+const IDLE_QUEUE: u64 = 5_000_000;
 
 /// A frame without a receipt.
 #[derive(Clone, Copy, Debug)]
@@ -359,7 +361,8 @@ impl Governor {
         let free = least.saturating_add(self.jitter);
         // A vCPU that waits all the time asks again after a round trip.
         let idle = now.saturating_sub(self.asked.saturating_add(free));
-        let allowed = self.queue.max(idle / IDLE_SHARE);
+        let allowed = (idle / IDLE_SHARE).min(free.max(IDLE_QUEUE));
+        let allowed = self.queue.max(allowed);
         let queued = round_trip.saturating_sub(free + self.own_time(frame));
         if !frame.probe {
             self.standing = self.standing.min(queued);

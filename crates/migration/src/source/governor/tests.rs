@@ -1,6 +1,6 @@
 //! Governors on a simulated link: one queue, a rate, a delay, and steps of both.
 
-use super::{FRAME_BYTES, Governor, IDLE_SHARE, PROBE_INTERVAL, PROBE_ROUND_TRIPS, TRIPS};
+use super::{FRAME_BYTES, Governor, IDLE_QUEUE, PROBE_INTERVAL, PROBE_ROUND_TRIPS, TRIPS};
 use crate::wire::PAGE_BYTES;
 use proptest::prelude::*;
 use std::cmp::Reverse;
@@ -330,8 +330,7 @@ fn a_push_takes_the_link_while_nobody_asks() {
     run.asks = SECOND / 10;
     run.run(3 * SECOND);
     let seen = run.check_busy(0.95).unwrap();
-    // A request waits for an eighth of the time before it.
-    let most = link.allowed(run.asks / IDLE_SHARE) * 6 / 4;
+    let most = link.allowed(IDLE_QUEUE) * 6 / 4;
     assert!(seen.most_under_way <= most, "{seen:?}, at most {most}");
 }
 
