@@ -93,9 +93,11 @@ fn sockets_without_an_api_are_refused() {
     );
     let listener = std::os::unix::net::UnixListener::bind(directory.join("other")).unwrap();
     let server = std::thread::spawn(move || {
-        use std::io::Write as _;
+        use std::io::{Read as _, Write as _};
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(b"SSH-2.0-no-http\r\n\r\n").unwrap();
+        // A close with unread bytes would reset the connection.
+        let _ = stream.read(&mut [0; 4096]);
     });
     let error = refused("other");
     assert!(error.contains("by no HTTP response"), "{error}");
