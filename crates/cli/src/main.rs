@@ -83,6 +83,7 @@ fn main() -> ExitCode {
 
 /// Runs the command, here or in the background. Returns the exit code.
 fn start(cli: &Cli) -> Result<u8, Failure> {
+    signals::outlive_large_files()?;
     if let Command::Keep = cli.command {
         let kept = pageferry_bridge::ch::keep();
         return kept

@@ -16,11 +16,23 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::getsid;
 use rustix::stdio::stdin;
 use rustix::termios::{isatty, tcgetsid};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::low_level::register;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+
+/// Lets a write beyond the limit of a file's size (`ulimit -f`) fail, with EFBIG. By default it ends
+/// the process, and a VM with it.
+///
+/// # Errors
+/// When the host refuses the handler.
+pub(crate) fn outlive_large_files() -> Result<(), Failure> {
+    // SAFETY: the handler does nothing, so it is async-signal-safe.
+    unsafe { register(SIGXFSZ, || {}) }
+        .map(drop)
+        .map_err(|e| Failure::os("cannot handle signals", e))
+}
 
 /// The number of times that the user asked to stop.
 #[derive(Clone, Debug, Default)]

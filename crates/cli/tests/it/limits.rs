@@ -49,6 +49,24 @@ fn limits_of_the_process_are_told_at_the_start() {
     assert_runs(start(enough, "--memory 64M", &dir), &dir);
 }
 
+#[test]
+fn a_file_beyond_the_limit_is_an_error_of_a_write_and_ends_no_process() {
+    let dir = Dir::new();
+    let script = "ulimit -f 64; exec \"$@\"";
+    let with = |words: &str| {
+        let mut command = Command::new("sh");
+        command.args(["-c", script, "sh", PAGEFERRY]);
+        Process::start_by(command, &words.split(' ').collect::<Vec<_>>(), &dir)
+    };
+    // Its trials of deliveries make a memfd.
+    with("probe").end().assert_ok();
+    let page = dir.path("page").display().to_string();
+    let words =
+        format!("demo --engine soft --vcpus 1 --memory 16M --ignore-limits --report {page}");
+    let ended = with(&words).end();
+    assert!(ended.code.is_some(), "a signal ended it: {}", ended.stderr);
+}
+
 /// The limit counts the threads of a user who is not root.
 #[test]
 fn a_limit_of_the_users_threads_is_told_at_the_start() {
