@@ -202,14 +202,14 @@ fn type_in(console: &Console, interrupts: &Interrupts, stop: &AtomicBool) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::scratch::ScratchDir;
+    use pageferry_hostfs::Folder;
     use pageferry_testkit::{LIMIT, wait_until};
     use rustix::fs::{CWD, FileType, Mode, mknodat};
     use std::io::Read;
 
     #[test]
     fn a_reader_that_stopped_reading_does_not_stop_the_guest() {
-        let dir = ScratchDir::new().unwrap();
+        let dir = Folder::within(&std::env::temp_dir()).unwrap();
         let path = dir.path().join("console");
         mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         let (console, target) = (Arc::default(), ConsoleTarget::File(path.clone()));

@@ -235,9 +235,7 @@ pub(crate) fn of_listen(error: &OpenError) -> Failure {
 /// The class of a failure to connect a socket.
 fn of_open(error: &OpenError) -> Exit {
     match error {
-        OpenError::InUse { .. } | OpenError::StaleSocket { .. } | OpenError::NotASocket { .. } => {
-            Exit::Address
-        }
+        OpenError::InUse { .. } | OpenError::NotASocket { .. } => Exit::Address,
         // This is a connection: `of_listen` has the other class.
         OpenError::Denied { .. }
         | OpenError::NoSuchPath { .. }

@@ -48,7 +48,6 @@ mod report;
 mod restore;
 mod run;
 mod sampler;
-mod scratch;
 mod set;
 mod signals;
 mod sink;

@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn the_set_has_a_page_of_every_command() {
-        let scratch = crate::scratch::ScratchDir::new().expect("a directory");
+        let scratch = pageferry_hostfs::Folder::within(&std::env::temp_dir()).expect("a directory");
         let all = |dir: &std::path::Path| {
             man(&ManArgs {
                 command: Vec::new(),

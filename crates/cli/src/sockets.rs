@@ -17,10 +17,10 @@ use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::signals::Interrupts;
 use pageferry_harness::size::human;
+use pageferry_hostfs::own_directory;
 use serde_json::{Value, json};
 use std::fmt::Write;
-use std::fs::DirBuilder;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -61,7 +61,7 @@ pub(crate) fn path_for(control: Option<&Path>, name: Option<&str>) -> Result<Pat
         return Ok(path.to_owned());
     }
     let directory = directory();
-    make(&directory).map_err(|why| {
+    own_directory(&directory).map_err(|why| {
         Failure::new(
             Exit::Address,
             format!(
@@ -73,23 +73,6 @@ pub(crate) fn path_for(control: Option<&Path>, name: Option<&str>) -> Result<Pat
     })?;
     let default = || format!("vm-{}", std::process::id());
     Ok(directory.join(name.map_or_else(default, str::to_owned)))
-}
-
-fn make(directory: &Path) -> Result<(), String> {
-    let made = DirBuilder::new().mode(0o700).create(directory);
-    // It may be there already: its owner and mode decide.
-    let found = std::fs::symlink_metadata(directory)
-        .map_err(|why| made.err().unwrap_or(why).to_string())?;
-    if !found.is_dir() {
-        return Err("it is no directory".into());
-    }
-    if found.uid() != rustix::process::geteuid().as_raw() {
-        return Err(format!("it belongs to user {}", found.uid()));
-    }
-    if found.mode() & 0o022 != 0 {
-        return Err("other users may write to it".into());
-    }
-    Ok(())
 }
 
 /// The names and paths of the VMs that listen in `directory`, sorted.
@@ -210,23 +193,5 @@ mod tests {
         for bad in ["", ".", "..", ".hidden", "a/b", "a b", "ä", &"x".repeat(65)] {
             assert!(name(bad).is_err(), "{bad}");
         }
-    }
-
-    #[test]
-    fn a_directory_that_others_may_write_to_is_refused() {
-        use std::os::unix::fs::PermissionsExt;
-        let scratch = crate::scratch::ScratchDir::new().expect("a directory");
-        let ours = scratch.path().join("ours");
-        make(&ours).expect("a new directory");
-        make(&ours).expect("it may be there already");
-        std::fs::set_permissions(&ours, std::fs::Permissions::from_mode(0o777)).expect("a mode");
-        assert!(
-            make(&ours)
-                .expect_err("open to all")
-                .contains("other users")
-        );
-        let file = scratch.path().join("file");
-        std::fs::write(&file, "").expect("a file");
-        assert!(make(&file).expect_err("a file").contains("no directory"));
     }
 }

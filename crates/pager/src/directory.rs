@@ -14,13 +14,14 @@ use crate::name::Name;
 use crate::options::Restore;
 use crate::regions::Region;
 use crate::vmm::{Identity, Vmm};
+use pageferry_hostfs::{OwnError, own_directory};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -73,15 +74,8 @@ pub enum DirectoryError {
         pid: i32,
     },
     /// Others may write there, so they could give VMs wrong memory.
-    #[error("{} belongs to user {owner} with mode {mode:03o}: expected this user and mode 700", path.display())]
-    Open {
-        /// The directory.
-        path: PathBuf,
-        /// Its owner.
-        owner: u32,
-        /// Its permission bits.
-        mode: u32,
-    },
+    #[error("cannot use the directory {}: {_1}", _0.display())]
+    Open(PathBuf, #[source] OwnError),
     /// A system call failed.
     #[error("cannot use the directory {}: {why}", path.display())]
     Failed {
@@ -136,20 +130,17 @@ impl Directory {
             path: path.to_owned(),
             why,
         };
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(path)
-            .map_err(failed)?;
-        let found = std::fs::metadata(path).map_err(failed)?;
-        let own = rustix::process::geteuid().as_raw();
-        if found.uid() != own || found.mode() & 0o022 != 0 {
-            return Err(DirectoryError::Open {
-                path: path.to_owned(),
-                owner: found.uid(),
-                mode: found.mode() & 0o777,
-            });
+        if let Some(above) = path.parent() {
+            DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(above)
+                .map_err(failed)?;
         }
+        own_directory(path).map_err(|why| match why {
+            OwnError::Refused(why) => failed(why),
+            why => DirectoryError::Open(path.to_owned(), why),
+        })?;
         let mut lock = OpenOptions::new()
             .read(true)
             .write(true)

@@ -25,7 +25,6 @@ mod events;
 mod figures;
 mod handshake;
 mod jobs;
-mod listen;
 mod mount;
 mod name;
 mod options;
@@ -49,12 +48,12 @@ pub use events::{Event, Happened};
 #[doc(hidden)]
 pub use handshake::parse_regions;
 pub use handshake::{Handshake, HandshakeError, MAX_HANDSHAKE_BYTES, MAX_REGIONS};
-pub use listen::{ListenError, listen_at};
 #[doc(hidden)]
 pub use mount::parse_fuse;
 pub use mount::{Mount, MountError, MountFile, MountFileStatus, MountSettings, MountStatus};
 pub use name::{Name, NameError};
-pub use options::{Background, Format, OnLoss, Owner, Restore};
+pub use options::{Background, Format, OnLoss, Restore};
+pub use pageferry_hostfs::{ListenError, Owner};
 pub use pager::{EndError, Keeper, Pager, RestoreError, Settings, StartError};
 pub use recording::{Recording, RecordingError};
 pub use regions::Region;

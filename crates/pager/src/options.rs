@@ -1,5 +1,6 @@
 //! The request for a restore. As JSON it is the body of `PUT /restores/{id}`.
 
+use pageferry_hostfs::Owner;
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU64;
 use std::path::PathBuf;
@@ -69,30 +70,6 @@ pub enum Format {
     Raw,
     /// A snapshot packed by `pageferry snapshot pack`. Its bases lie beside it.
     Packed,
-}
-
-/// Owner and mode of a socket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Owner {
-    /// The user id; the pager's by default.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub user: Option<u32>,
-    /// The group id; the pager's by default.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub group: Option<u32>,
-    /// The permission bits, 0o600 (384) by default. JSON has no octal numbers.
-    pub mode: u32,
-}
-
-impl Default for Owner {
-    fn default() -> Self {
-        Self {
-            user: None,
-            group: None,
-            mode: 0o600,
-        }
-    }
 }
 
 /// Whether pages come that nobody asked for. They cost the host memory.

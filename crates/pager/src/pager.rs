@@ -2,7 +2,6 @@
 
 use crate::directory::{Directory, DirectoryError, Record};
 use crate::events::Event;
-use crate::listen::ListenError;
 use crate::name::Name;
 use crate::options::Restore;
 use crate::recording::RecordingError;
@@ -10,6 +9,7 @@ use crate::restore::{Begin, Common, Entry, Held, Prepared};
 use crate::source::{SourceError, Stores};
 use crate::status::Status;
 use crate::vm::locked;
+use pageferry_hostfs::ListenError;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::io;
@@ -262,18 +262,12 @@ impl Pager {
         let prepared = Prepared::new(&restore, &self.common.stores)?;
         let mut restores = locked(&self.restores);
         forget_ended(&mut restores);
-        let room = match restores.len() < MAX_RESTORES {
-            true => is_free(&restores),
-            false => Err(RestoreError::Full),
-        };
-        if let Err(why) = room {
-            // Nobody else can have made a socket there meanwhile.
-            let _ = std::fs::remove_file(&restore.socket);
-            return Err(why);
+        match restores.len() < MAX_RESTORES {
+            true => is_free(&restores)?,
+            false => return Err(RestoreError::Full),
         }
         let begun = self.begin(&mut restores, name, &restore, prepared);
         if begun.is_err() {
-            let _ = std::fs::remove_file(&restore.socket);
             let _ = self.common.directory.remove(name);
         }
         Ok(begun?)

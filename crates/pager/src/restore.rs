@@ -8,7 +8,6 @@ use crate::background;
 use crate::directory::{Directory, Memory, Record};
 use crate::events::{Events, Happened};
 use crate::handshake::{Handshake, HandshakeError};
-use crate::listen::listen_at;
 use crate::name::Name;
 use crate::options::{OnLoss, Restore};
 use crate::pager::{Keeper, RestoreError};
@@ -21,6 +20,7 @@ use crate::status::{Phase, Status, Survival, VmStatus};
 use crate::vm::{Stop, Vm, locked};
 use crate::vmm::{self, Vmm};
 use pageferry_addr::Hva;
+use pageferry_hostfs::{SocketFile, listen_at};
 use pageferry_userfault::uffd::Userfaultfd;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -28,6 +28,7 @@ use rustix::net::{SocketFlags, accept_with};
 use rustix::process::Signal;
 use serde_json::json;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -205,11 +206,28 @@ impl Entry {
     pub(crate) fn run(&self, begin: Begin) {
         match begin {
             Begin::Listen(prepared) => {
-                let accepted = self.accept(prepared.socket, &prepared.source);
+                let accepted = self.accept(&prepared.socket, &prepared.source);
                 let Some((vm, mut ring, connection)) = accepted else {
-                    self.leave();
+                    if self.is_leaving() {
+                        drop(prepared.file);
+                        self.leave();
+                    } else {
+                        // The next pager listens there.
+                        prepared.file.keep();
+                    }
                     return;
                 };
+                // The restore is for one VM: another connect is refused from now on.
+                drop((prepared.socket, prepared.file));
+                let mut state = locked(&self.state);
+                if matches!(*state, State::Leaving) {
+                    drop(state);
+                    self.leave();
+                    return;
+                }
+                *state = State::Serving(vm.clone());
+                drop(state);
+                self.changed.notify_all();
                 self.tell_serving(&vm, false);
                 background::start(&vm, prepared.recording);
                 self.serve(&vm, &mut ring);
@@ -270,11 +288,12 @@ impl Entry {
     /// Ends a restore that was released while it waited. Only its own thread may: it may just have
     /// written the record.
     fn leave(&self) {
-        if matches!(*locked(&self.state), State::Leaving) {
-            let _ = std::fs::remove_file(&self.restore.socket);
-            self.forget();
-            self.become_(State::Ended(None));
-        }
+        self.forget();
+        self.become_(State::Ended(None));
+    }
+
+    fn is_leaving(&self) -> bool {
+        matches!(*locked(&self.state), State::Leaving)
     }
 
     /// Removes what would outlive this process.
@@ -300,26 +319,14 @@ impl Entry {
     /// Waits for a VMM whose handshake holds.
     fn accept(
         &self,
-        socket: OwnedFd,
+        socket: &UnixListener,
         source: &Arc<dyn Source>,
     ) -> Option<(Arc<Vm>, Ring, OwnedFd)> {
         let mut record = Record::new(self.restore.clone(), source.identity());
         loop {
             let connection = self.next_connection(socket.as_fd())?;
             let refusal = match self.shake(connection.as_fd(), &mut record, source) {
-                Ok((vm, ring)) => {
-                    // The restore is for one VM: another connect is refused from now on.
-                    drop(socket);
-                    let _ = std::fs::remove_file(&self.restore.socket);
-                    let mut state = locked(&self.state);
-                    if matches!(*state, State::Leaving) {
-                        return None;
-                    }
-                    *state = State::Serving(vm.clone());
-                    drop(state);
-                    self.changed.notify_all();
-                    return Some((vm, ring, connection));
-                }
+                Ok((vm, ring)) => return Some((vm, ring, connection)),
                 Err(_) if self.stop.is_asked() => return None,
                 Err(refusal) => refusal,
             };
@@ -588,7 +595,8 @@ fn answer(connection: BorrowedFd<'_>, fault: &str) {
 
 /// The parts that a restore needs before its VMM may connect.
 pub(crate) struct Prepared {
-    socket: OwnedFd,
+    socket: UnixListener,
+    file: SocketFile,
     pub(crate) source: Arc<dyn Source>,
     recording: Option<Recording>,
 }
@@ -598,9 +606,10 @@ impl Prepared {
     pub(crate) fn new(restore: &Restore, stores: &Stores) -> Result<Self, RestoreError> {
         let source = stores.open(&restore.memory, restore.format)?;
         let recording = restore.replay.as_deref().map(Recording::load).transpose()?;
-        let socket = listen_at(&restore.socket, &restore.owner)?;
+        let (socket, file) = listen_at(&restore.socket, &restore.owner)?;
         Ok(Self {
             socket,
+            file,
             source,
             recording,
         })

@@ -4,8 +4,9 @@
 //! call is dropped.
 
 use super::error::ChError;
+use pageferry_hostfs::{Folder, Owner};
 use std::io::{Read as _, Write as _};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
@@ -194,53 +195,43 @@ pub fn parse_answer(mut bytes: &[u8]) -> Result<Option<(u16, usize)>, ChError> {
 /// A directory that only the VMM's user and we can enter, with the path of a socket in it.
 /// It is removed on drop.
 pub(crate) struct Meeting {
-    pub(crate) directory: PathBuf,
+    pub(crate) folder: Folder,
     pub(crate) socket: PathBuf,
-    owner: (u32, u32),
+    /// The VMM's user.
+    pub(crate) owner: Owner,
 }
 
 impl Meeting {
+    const SOCKET: &str = "m";
+
     /// Makes the directory beside the API socket.
     pub(crate) fn beside(api: &Path) -> Result<Self, ChError> {
-        use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
-        use std::sync::atomic::{AtomicU32, Ordering};
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let meta = std::fs::metadata(api)
-            .map_err(|e| ChError::io(format!("no API socket {}", api.display()), e))?;
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!(".pageferry-{}-{number}", std::process::id());
-        let directory = api.parent().unwrap_or(Path::new(".")).join(name);
-        let made = std::fs::DirBuilder::new().mode(0o700).create(&directory);
-        made.map_err(|e| ChError::io(format!("cannot make {}", directory.display()), e))?;
-        let meeting = Self {
-            socket: directory.join("m"),
-            directory,
-            owner: (meta.uid(), meta.gid()),
+        let failed = |e| {
+            ChError::io(
+                format!("cannot make a directory beside {}", api.display()),
+                e,
+            )
         };
-        meeting.give_away(&meeting.directory);
-        Ok(meeting)
+        let (folder, owner) = Folder::beside(api).map_err(failed)?;
+        Ok(Self {
+            socket: folder.path().join(Self::SOCKET),
+            folder,
+            owner,
+        })
     }
 
-    /// Makes the VMM's user the owner, if we may. Otherwise we have the same user, or its
-    /// connection fails with a reason.
-    pub(crate) fn give_away(&self, path: &Path) {
-        let _ = std::os::unix::fs::chown(path, Some(self.owner.0), Some(self.owner.1));
-    }
-
-    /// As [`Self::give_away`], for a file that is open. No link can lead elsewhere.
-    pub(crate) fn give_file_away(&self, file: &std::fs::File) {
-        let _ = std::os::unix::fs::fchown(file, Some(self.owner.0), Some(self.owner.1));
+    /// Listens at the socket. The listener does not block.
+    pub(crate) fn listen(&self) -> std::io::Result<UnixListener> {
+        let (listener, file) = self.folder.listen(Self::SOCKET, &self.owner)?;
+        // It goes with the directory.
+        file.keep();
+        listener.set_nonblocking(true)?;
+        Ok(listener)
     }
 
     /// The socket, as the API wants it.
     pub(crate) fn url(&self) -> String {
         format!("unix:{}", self.socket.display())
-    }
-}
-
-impl Drop for Meeting {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.directory);
     }
 }
 

@@ -14,6 +14,7 @@
 use super::error::ChError;
 use super::kept::{STATE, is_kept};
 use super::link;
+use pageferry_hostfs::{Owner, listen_at, remove_directory};
 use pageferry_pager::Shared;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::socket_peercred;
@@ -181,26 +182,18 @@ pub fn keep() -> io::Result<()> {
     else {
         return Err(io::Error::other("no descriptors came"));
     };
-    let listener = listen(path).inspect_err(|why| {
-        let why = format!(" cannot listen on {}: {why}", path.display());
-        let _ = (&lease).write_all(why.as_bytes());
+    let (listener, file) = listen_at(path, &Owner::default()).map_err(|why| {
+        let _ = (&lease).write_all(format!(" {why}").as_bytes());
+        io::Error::other(why)
     })?;
     (&lease).write_all(&[*end])?;
     // A Cloud Hypervisor that a VM has left ends, and its memory must not.
     let ends_with = (*end != End::Source as u8).then_some(link);
     let kept = wait(lease, &listener, (ends_with, shared), &fds, *end);
-    let _ = std::fs::remove_file(path);
+    drop(file);
     // The first process removes it, unless it was killed.
-    let _ = std::fs::remove_dir_all(meeting);
+    remove_directory(meeting);
     kept
-}
-
-fn listen(path: &Path) -> io::Result<UnixListener> {
-    // Of a keeper that was killed.
-    let _ = std::fs::remove_file(path);
-    let listener = UnixListener::bind(path)?;
-    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
-    Ok(listener)
 }
 
 fn wait(

@@ -148,7 +148,7 @@ impl Receiver {
             let mut all: Vec<BorrowedFd<'_>> = kept.descriptors(links).into();
             debug_assert_eq!(all.len(), FIXED);
             all.extend(fds.iter().map(AsFd::as_fd));
-            let lease = Lease::start(command, keep.end, api.path(), &meeting.directory, &all)?;
+            let lease = Lease::start(command, keep.end, api.path(), meeting.folder.path(), &all)?;
             kept.keep(lease);
         }
         Ok(Self {

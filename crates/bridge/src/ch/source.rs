@@ -31,7 +31,6 @@ use pageferry_userfault::PageBitmap;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command as ProcessCommand;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -112,9 +111,7 @@ impl Source {
         let runs = api.vm_runs(STEP_LIMIT)?;
         let meeting = Meeting::beside(api.path())?;
         let failed = |e| ChError::io(format!("cannot listen on {}", meeting.socket.display()), e);
-        let listener = UnixListener::bind(&meeting.socket).map_err(failed)?;
-        meeting.give_away(&meeting.socket);
-        listener.set_nonblocking(true).map_err(failed)?;
+        let listener = meeting.listen().map_err(failed)?;
         let mut body = serde_json::json!({ "destination_url": meeting.url(), "local": true });
         if options.preserve {
             body["preserve_source"] = true.into();
@@ -131,7 +128,7 @@ impl Source {
         let taken = receive_vm(&link, stop).and_then(|(config, ram, fds)| {
             let mut left = Left::new(runs, options.preserve)?;
             if let Some(command) = &mut options.keeper {
-                left.keep(command, (api.path(), &meeting.directory), &link, &fds)?;
+                left.keep(command, (api.path(), meeting.folder.path()), &link, &fds)?;
             }
             Ok((config, ram, left))
         });

@@ -33,11 +33,9 @@ use pageferry_pager::Handshake;
 use pageferry_userfault::PageBitmap;
 use rustix::event::{EventfdFlags, epoll};
 use serde_json::json;
-use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -259,9 +257,7 @@ impl Guest {
         let place = Place::beside(api.path(), instance.process)?;
         let meeting = &place.meeting;
         let failed = |e| FcError::io(format!("cannot listen on {}", meeting.socket.display()), e);
-        let listener = UnixListener::bind(&meeting.socket).map_err(failed)?;
-        meeting.give_away(&meeting.socket);
-        listener.set_nonblocking(true).map_err(failed)?;
+        let listener = meeting.listen().map_err(failed)?;
         let ram = adopt(&memfd(bytes)?, bytes, true)?;
         let os = |e: rustix::io::Errno| FcError::io("cannot make descriptors for faults", e);
         let faults = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(os)?;
@@ -326,16 +322,13 @@ impl Guest {
 
     /// Lets the process load a state file, and takes its handshake. Returns the call under way.
     fn load(&self, state: &[u8]) -> Result<Call, FcError> {
-        let path = self.place.meeting.directory.join("state");
+        let meeting = &self.place.meeting;
+        let path = meeting.folder.path().join("state");
         let failed = |e| FcError::io(format!("cannot write {}", path.display()), e);
-        // The directory is Firecracker's. A link of its own there is not followed.
-        let mut file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&path)
+        let mut file = meeting
+            .folder
+            .create("state", &meeting.owner)
             .map_err(failed)?;
-        self.place.meeting.give_file_away(&file);
         file.write_all(state).map_err(failed)?;
         let mut body = json!({
             "snapshot_path": self.place.inside(&path),

@@ -20,6 +20,7 @@
 
 use super::error::FcError;
 use crate::ch::api::Meeting;
+use pageferry_hostfs::give;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::{
@@ -123,9 +124,12 @@ impl Place {
         let fd = rustix::fs::openat(&mount, "memory", flags, mode).map_err(failed)?;
         rustix::fs::ftruncate(&fd, bytes).map_err(failed)?;
         let file = File::from(fd);
-        self.meeting.give_file_away(&file);
-        let point = self.meeting.directory.join("memory");
-        std::fs::create_dir(&point)
+        give(&file, &self.meeting.owner)
+            .map_err(|e| FcError::io("cannot give Firecracker its memory file", e))?;
+        let folder = &self.meeting.folder;
+        let point = folder.path().join("memory");
+        folder
+            .create_directory("memory")
             .map_err(|e| FcError::io(format!("cannot make {}", point.display()), e))?;
         let path = self.inside(&point);
         let attached = jail.attach(&mount, &path);

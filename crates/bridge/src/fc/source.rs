@@ -23,6 +23,7 @@ use super::jail::{MemoryFile, Place};
 use super::running::Running;
 use super::{KIND, MAX_STATE_BYTES, STATE_DEVICE, STATE_VERSION, STEP_LIMIT, VM_PAUSED, VM_RUNS};
 use pageferry_addr::{Gpa, RamPage};
+use pageferry_hostfs::Folder;
 use pageferry_machine::{
     AdoptedRegion, Apply, BlackoutCost, Device, GuestRam, Machine, MachineError, MachineKind,
     PauseReport, VcpuState, Vcpus,
@@ -32,13 +33,11 @@ use pageferry_migration::{
     Switch, migrate,
 };
 use pageferry_userfault::PageBitmap;
-use rustix::fs::{MemfdFlags, OFlags, SealFlags};
+use rustix::fs::{MemfdFlags, SealFlags};
 use serde_json::json;
-use std::fs::OpenOptions;
 use std::io::Read as _;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
@@ -292,7 +291,8 @@ impl Vmm {
             self.api.set_running(false, STEP_LIMIT)?;
         }
         let stopped = Instant::now();
-        let path = self.place.meeting.directory.join("state");
+        let folder = &self.place.meeting.folder;
+        let path = folder.path().join("state");
         let body = json!({
             "snapshot_type": "Full",
             "snapshot_path": self.place.inside(&path),
@@ -307,8 +307,8 @@ impl Vmm {
             let why = format!("its memory file has {found} bytes: expected {bytes}");
             return Err(FcError::Config(why));
         }
-        let state = read_state(&path)?;
-        let _ = std::fs::remove_file(&path);
+        let state = read_state(folder)?;
+        folder.remove("state");
         let parts = Pause {
             stop: stopped - began,
             save: stopped.elapsed(),
@@ -337,14 +337,10 @@ impl Vmm {
 }
 
 /// Reads a state file, which has a bounded length.
-fn read_state(path: &Path) -> Result<Vec<u8>, FcError> {
-    let failed = |e| FcError::io(format!("cannot read {}", path.display()), e);
+fn read_state(folder: &Folder) -> Result<Vec<u8>, FcError> {
+    let failed = |e| FcError::io("cannot read Firecracker's state file", e);
     let mut state = Vec::new();
-    // The directory is Firecracker's: no link there is followed, and no pipe waited for.
-    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
-    let mut options = OpenOptions::new();
-    let file = options.read(true).custom_flags(flags).open(path);
-    let file = file.map_err(failed)?;
+    let file = folder.open("state").map_err(failed)?;
     let length = file.metadata().map_err(failed)?.len();
     let mut limited = file.take(MAX_STATE_BYTES + 1);
     limited.read_to_end(&mut state).map_err(failed)?;

@@ -4,13 +4,11 @@ use super::line::{LineReader, NoLine};
 use super::protocol::{Event, Line, Request, parse_request};
 use super::{MAX_ATTACHED, MAX_REQUEST_BYTES, attached};
 use crate::exit::{Exit, Failure};
-use crate::scratch::SocketFile;
+use pageferry_hostfs::{ListenError, Owner, SocketFile, listen_at};
 use pageferry_machine::Console;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 use std::io::{ErrorKind, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -96,45 +94,19 @@ impl Drop for Server {
 /// Creates a listening socket of mode 0600. `purpose` is for its errors. It replaces a socket file
 /// on which nobody listens any more.
 pub(crate) fn bind(purpose: &str, path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
-    let refuse = |why: String| {
+    listen_at(path, &Owner::default()).map_err(|why| {
+        let why = match why {
+            ListenError::InUse(_) => "another VM listens there; choose another path".into(),
+            ListenError::NoSocket(_) => "a file of that name exists".into(),
+            ListenError::TooLong(_) => "a socket's path has at most 107 bytes".into(),
+            ListenError::Refused { why, .. } => why.to_string(),
+            other => other.to_string(),
+        };
         Failure::new(
             Exit::Address,
             format!("cannot make the {purpose} socket {}: {why}", path.display()),
         )
-    };
-    let address = SocketAddrUnix::new(path)
-        .map_err(|e| refuse(format!("{e} (a socket's path has at most 107 bytes)")))?;
-    if let Ok(meta) = std::fs::symlink_metadata(path) {
-        if !meta.file_type().is_socket() {
-            return Err(refuse("a file of that name exists".into()));
-        }
-        match UnixStream::connect(path) {
-            Err(e) if e.kind() == ErrorKind::ConnectionRefused => {
-                std::fs::remove_file(path).map_err(|e| refuse(e.to_string()))?;
-            }
-            _ => {
-                return Err(refuse(
-                    "another VM listens there; choose another path".into(),
-                ));
-            }
-        }
-    }
-    let make = || -> std::io::Result<(UnixListener, SocketFile)> {
-        let socket = rustix::net::socket_with(
-            AddressFamily::UNIX,
-            SocketType::STREAM,
-            SocketFlags::CLOEXEC,
-            None,
-        )?;
-        // Linux gives the file the mode of the socket's inode (unix_bind), so there is no moment
-        // with another mode.
-        rustix::fs::fchmod(&socket, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
-        rustix::net::bind(&socket, &address)?;
-        let file = SocketFile::adopt(path)?;
-        rustix::net::listen(&socket, MAX_CLIENTS as i32)?;
-        Ok((UnixListener::from(socket), file))
-    };
-    make().map_err(|e| refuse(e.to_string()))
+    })
 }
 
 /// A connected client.
@@ -371,7 +343,7 @@ impl Drop for Attached<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::scratch::ScratchDir;
+    use pageferry_hostfs::Folder;
     use pageferry_testkit::{LIMIT, wait_until};
     use std::io::{BufRead, BufReader};
     use std::sync::Barrier;
@@ -427,7 +399,7 @@ mod tests {
 
     #[test]
     fn more_requests_at_once_than_are_served_are_told() {
-        let dir = ScratchDir::new().unwrap();
+        let dir = Folder::within(&std::env::temp_dir()).unwrap();
         let path = dir.path().join("socket");
         let service = Arc::new(Blocking {
             begun: AtomicUsize::new(0),

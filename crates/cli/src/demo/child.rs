@@ -8,8 +8,8 @@ use crate::args::{DemoArgs, DemoGuest};
 use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::exit::{Exit, Failure};
-use crate::scratch::ScratchDir;
 use crate::signals::Interrupts;
+use pageferry_hostfs::Folder;
 use pageferry_machine::{Delivery, Engine};
 use pageferry_migration::address::Address;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -35,7 +35,7 @@ pub(super) struct Child {
     /// Its standard output after its address: the guest's console, if the guest is Linux.
     out: Option<ChildStdout>,
     /// Removed after the process was waited for: fields drop in this order.
-    _dir: ScratchDir,
+    _dir: Folder,
 }
 
 impl Child {
@@ -54,7 +54,8 @@ impl Child {
             (None, Engine::Soft) => Delivery::Exit.name(),
             (None, Engine::Kvm) => "auto",
         };
-        let dir = ScratchDir::new()?;
+        let dir = Folder::within(&std::env::temp_dir())
+            .map_err(|why| Failure::os("cannot make a directory for temporary files", why))?;
         let control = dir.path().join("destination");
         let errors = dir.path().join("errors");
         let cannot = |e: std::io::Error| Failure::os("cannot start the destination's process", e);

@@ -16,7 +16,7 @@ use crate::args::MetricsArgs;
 use crate::control::server::{Client, Idle, Server, bind, make_room};
 use crate::exit::{Exit, Failure};
 use crate::output;
-use crate::scratch::SocketFile;
+use pageferry_hostfs::SocketFile;
 use pageferry_migration::address::Address;
 use request::{MAX_HEAD_BYTES, Refusal, check, head_end};
 use std::io::{ErrorKind, Read, Write};

@@ -30,7 +30,6 @@ use pageferry_pager::{
 };
 use serde_json::Value;
 use std::ffi::OsString;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -254,7 +253,8 @@ fn serve(args: &ServeArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         args.take_over,
         args.stores.open()?,
     )?);
-    let listener = listen(&api)?;
+    let (listener, file) = pageferry_hostfs::listen_at(&api, &pageferry_pager::Owner::default())
+        .map_err(|why| Failure::new(Exit::Address, why.to_string()))?;
     let taken = pager.list();
     http::serve(listener, pager.clone())?;
     for status in &taken {
@@ -277,7 +277,7 @@ fn serve(args: &ServeArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         std::thread::sleep(POLL);
     }
     service::stopping();
-    let _ = std::fs::remove_file(&api);
+    drop(file);
     let served = pager.list();
     let waiting = served
         .iter()
@@ -289,13 +289,6 @@ fn serve(args: &ServeArgs, interrupts: &Interrupts) -> Result<(), Failure> {
         tidy(&directory);
     }
     Ok(())
-}
-
-/// Listens for requests, for this user alone.
-fn listen(path: &Path) -> Result<UnixListener, Failure> {
-    pageferry_pager::listen_at(path, &pageferry_pager::Owner::default())
-        .map(UnixListener::from)
-        .map_err(|why| Failure::new(Exit::Address, why.to_string()))
 }
 
 /// `pageferry pager restore`.

@@ -90,12 +90,6 @@ pub enum OpenError {
         /// The address.
         address: Address,
     },
-    /// A unix socket without a listener.
-    #[error("the socket {} belongs to a process that has ended; remove the file and retry", path.display())]
-    StaleSocket {
-        /// Its path.
-        path: PathBuf,
-    },
     /// The path exists and is not a socket.
     #[error("{} exists and is not a socket; choose another path", path.display())]
     NotASocket {

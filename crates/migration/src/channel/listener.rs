@@ -1,13 +1,12 @@
 //! Listening sockets.
 
+use pageferry_hostfs::{ListenError, Owner, SocketFile, listen_at};
 use rustix::event::PollFlags;
-use rustix::fs::{Mode, fchmod};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, accept_with, bind, listen, sockopt};
+use rustix::net::{AddressFamily, SocketFlags, accept_with, bind, listen, sockopt};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::connect::{resolve, stream_socket};
 use super::connection::peer_address;
@@ -27,26 +26,6 @@ pub struct Listener {
     address: Address,
     /// Removes the file when it is dropped.
     _file: Option<SocketFile>,
-}
-
-/// The file of a unix socket. Device and inode distinguish it from a later file of the same name.
-#[derive(Debug)]
-struct SocketFile {
-    path: PathBuf,
-    device: u64,
-    inode: u64,
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let ours = std::fs::symlink_metadata(&self.path)
-            .is_ok_and(|found| (found.dev(), found.ino()) == (self.device, self.inode));
-        if ours {
-            // The file may be gone, or the directory may be read-only. Neither can be repaired
-            // here.
-            let _ = std::fs::remove_file(&self.path);
-        }
-    }
 }
 
 impl Listener {
@@ -101,26 +80,19 @@ impl Listener {
     }
 
     fn bind_unix(address: &Address, path: &Path) -> Result<Self, OpenError> {
-        let failed = |errno: Errno| OpenError::from_os(address, errno.into());
-        let name = SocketAddrUnix::new(path).map_err(failed)?;
-        let socket = stream_socket(AddressFamily::UNIX).map_err(failed)?;
-        // Linux creates the file with the mode of the socket's inode (net/unix/af_unix.c,
-        // unix_bind_bsd). So other users can never connect.
-        fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
-        bind(&socket, &name).map_err(|errno| match errno {
-            Errno::ADDRINUSE => occupied(address, path),
-            errno => failed(errno),
+        let (socket, file) = listen_at(path, &Owner::default()).map_err(|why| match why {
+            ListenError::InUse(_) => OpenError::InUse {
+                address: address.clone(),
+            },
+            ListenError::NoSocket(path) => OpenError::NotASocket { path },
+            ListenError::Refused { why, .. } => OpenError::from_os(address, why),
+            _ => OpenError::from_os(address, Errno::NAMETOOLONG.into()),
         })?;
-        let found = std::fs::symlink_metadata(path)
-            .map_err(|source| OpenError::from_os(address, source))?;
-        let file = SocketFile {
-            path: path.to_owned(),
-            device: found.dev(),
-            inode: found.ino(),
-        };
-        listen(&socket, BACKLOG).map_err(failed)?;
+        socket
+            .set_nonblocking(true)
+            .map_err(|why| OpenError::from_os(address, why))?;
         Ok(Self {
-            socket,
+            socket: socket.into(),
             address: address.clone(),
             _file: Some(file),
         })
@@ -188,21 +160,6 @@ fn is_of_one_connection(errno: Errno) -> bool {
 }
 
 /// Returns the reason why a unix socket's path is in use.
-fn occupied(address: &Address, path: &Path) -> OpenError {
-    let path = path.to_owned();
-    match std::fs::symlink_metadata(&path) {
-        Ok(found) if !found.file_type().is_socket() => return OpenError::NotASocket { path },
-        _ => {}
-    }
-    let at_once = Wait::block("connection").within(std::time::Duration::ZERO);
-    match Connection::connect(address, &at_once) {
-        Err(ChannelError::Open(OpenError::Refused { .. })) => OpenError::StaleSocket { path },
-        _ => OpenError::InUse {
-            address: address.clone(),
-        },
-    }
-}
-
 fn peer_name(socket: &OwnedFd, local: &Address) -> String {
     peer_address(socket).map_or_else(|| local.to_string(), |address| address.to_string())
 }

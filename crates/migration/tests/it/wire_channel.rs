@@ -528,11 +528,9 @@ fn an_address_in_use_is_told_from_one_left_behind() {
     assert!(matches!(error, OpenError::InUse { .. }), "{error:?}");
     drop(taken);
 
-    let stale = directory.address("stale");
+    // Nobody listens there any more.
     drop(UnixListener::bind(directory.0.join("stale")).unwrap());
-    let error = Listener::bind(&stale).unwrap_err();
-    assert!(matches!(error, OpenError::StaleSocket { .. }), "{error:?}");
-    assert!(error.to_string().contains("remove the file"));
+    drop(Listener::bind(&directory.address("stale")).unwrap());
 
     std::fs::write(directory.0.join("file"), "").unwrap();
     let error = Listener::bind(&directory.address("file")).unwrap_err();

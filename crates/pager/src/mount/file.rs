@@ -6,9 +6,9 @@
 
 use super::device::Device;
 use super::protocol::Attr;
+use crate::Owner;
 use crate::figures::Figures;
 use crate::name::Name;
-use crate::options::Owner;
 use crate::recording::Recording;
 use crate::source::{Source, SourceError};
 use crate::timeline::Came;

@@ -16,8 +16,8 @@ mod protocol;
 mod replay;
 mod serve;
 
+use crate::Owner;
 use crate::name::Name;
-use crate::options::Owner;
 use crate::pager::Keeper;
 use crate::recording::Recording;
 use crate::source::Source;

@@ -124,7 +124,7 @@ fn blocks_of(file: &File) -> Vec<Vec<(u64, u64)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::Owner;
+    use crate::Owner;
     use crate::recording::Recording;
     use crate::source::{Source, SourceError};
 

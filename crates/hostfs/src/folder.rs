@@ -1,0 +1,253 @@
+//! Directories of this process, in directories that others may own.
+
+use crate::{Owner, SocketFile, identity, kind, open_directory, socket, split};
+use rustix::fs::{AtFlags, Dir, FileType, Gid, Mode, OFlags, Uid, fstat, openat, statat, unlinkat};
+use rustix::io::Errno;
+use std::ffi::{CStr, OsStr};
+use std::fs::File;
+use std::hash::{BuildHasher as _, RandomState};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+/// The tries to find a name that nobody has.
+const TRIES: usize = 16;
+/// The depth of directories below one that is removed.
+const MOST_DEPTH: usize = 32;
+
+/// A new directory of mode 0700. Dropping it removes it with its contents.
+#[derive(Debug)]
+pub struct Folder {
+    parent: OwnedFd,
+    name: String,
+    directory: OwnedFd,
+    path: PathBuf,
+}
+
+impl Folder {
+    /// Makes a directory in `directory`.
+    ///
+    /// # Errors
+    /// When the host refuses, or somebody swaps the new directory for another.
+    pub fn within(directory: &Path) -> io::Result<Self> {
+        Ok(Self::new(open_directory(directory)?, directory)?)
+    }
+
+    /// Makes a directory beside the socket `path` of a VMM, for the VMM's user: the owner of the
+    /// socket. If this process may not give it away, it keeps it: then it has the same user, or the
+    /// VMM's access fails with a reason. Returns the user and the group too.
+    ///
+    /// # Errors
+    /// As [`Self::within`], and when there is no `path`.
+    pub fn beside(path: &Path) -> io::Result<(Self, Owner)> {
+        let (parent, name) = split(path)?;
+        // A directory that was swapped for another has no such socket.
+        let found = statat(&parent, name, AtFlags::empty())?;
+        let folder = Self::new(parent, path.parent().unwrap_or(Path::new(".")))?;
+        let owner = Owner {
+            user: Some(found.st_uid),
+            group: Some(found.st_gid),
+            ..Owner::default()
+        };
+        match give(&folder, &owner) {
+            Ok(()) => Ok((folder, owner)),
+            Err(why) if why.kind() == io::ErrorKind::PermissionDenied => {
+                Ok((folder, Owner::default()))
+            }
+            Err(why) => Err(why),
+        }
+    }
+
+    pub(crate) fn new(parent: OwnedFd, parent_path: &Path) -> Result<Self, Errno> {
+        for _ in 0..TRIES {
+            let name = format!(".pageferry-{:016x}", RandomState::new().hash_one(0));
+            match rustix::fs::mkdirat(&parent, &name, Mode::RWXU) {
+                Ok(()) => {}
+                Err(Errno::EXIST) => continue,
+                Err(why) => return Err(why),
+            }
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let directory = openat(&parent, &name, flags, Mode::empty())?;
+            // The owner of the parent may have swapped it. He has none that is ours alone.
+            let found = fstat(&directory)?;
+            let is_private = found.st_mode & 0o7777 == 0o700
+                && found.st_uid == rustix::process::geteuid().as_raw();
+            if !is_private {
+                return Err(Errno::PERM);
+            }
+            let path = parent_path.join(&name);
+            return Ok(Self {
+                parent,
+                name,
+                directory,
+                path,
+            });
+        }
+        Err(Errno::EXIST)
+    }
+
+    /// Its path. The owner of the directory above may lead it elsewhere.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes a listening socket in it, for `owner`. It is close-on-exec and blocks.
+    ///
+    /// # Errors
+    /// When the host refuses, or the name is taken.
+    pub fn listen(&self, name: &str, owner: &Owner) -> io::Result<(UnixListener, SocketFile)> {
+        let directory = self.directory.try_clone()?;
+        Ok(socket::make(directory, name.as_ref(), &self.path, owner)?)
+    }
+
+    /// Makes a file of mode 0600 in it, for `owner`, and opens it for writing.
+    ///
+    /// # Errors
+    /// When the host refuses, or the name is taken.
+    pub fn create(&self, name: &str, owner: &Owner) -> io::Result<File> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let file = openat(&self.directory, name, flags, Mode::RUSR | Mode::WUSR)?;
+        give(&file, owner)?;
+        Ok(file.into())
+    }
+
+    /// Makes a directory of mode 0700 in it.
+    ///
+    /// # Errors
+    /// When the host refuses, or the name is taken.
+    pub fn create_directory(&self, name: &str) -> io::Result<()> {
+        Ok(rustix::fs::mkdirat(&self.directory, name, Mode::RWXU)?)
+    }
+
+    /// Opens a file in it for reading, which somebody else made. A link or a device is refused.
+    ///
+    /// # Errors
+    /// When the host refuses, or it is no file.
+    pub fn open(&self, name: &str) -> io::Result<File> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = openat(&self.directory, name, flags, Mode::empty())?;
+        match kind(&fstat(&file)?) {
+            FileType::RegularFile => Ok(file.into()),
+            _ => Err(Errno::INVAL.into()),
+        }
+    }
+
+    /// Removes a file that was made in it, if it is there.
+    pub fn remove(&self, name: &str) {
+        let _ = unlinkat(&self.directory, name, AtFlags::empty());
+    }
+}
+
+impl AsFd for Folder {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        empty(self.directory.as_fd(), MOST_DEPTH);
+        let ours = fstat(&self.directory).map(|found| identity(&found));
+        let there = statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW);
+        if there.map(|found| identity(&found)) == ours {
+            // If it was swapped since, only an empty directory of that user goes.
+            let _ = unlinkat(&self.parent, &self.name, AtFlags::REMOVEDIR);
+        }
+    }
+}
+
+/// Makes an open file or directory that of `owner`, but for the mode.
+///
+/// # Errors
+/// When the host refuses: only root may.
+pub fn give(file: impl AsFd, owner: &Owner) -> io::Result<()> {
+    let (user, group) = (
+        owner.user.map(Uid::from_raw),
+        owner.group.map(Gid::from_raw),
+    );
+    Ok(rustix::fs::fchown(file, user, group)?)
+}
+
+/// The refusal of a directory for files that nobody else may change.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OwnError {
+    /// It is another user's, or others may write there.
+    #[error("it belongs to user {owner} with mode {mode:03o}: expected this user and mode 700")]
+    Foreign {
+        /// Its owner.
+        owner: u32,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// The host refused it.
+    #[error(transparent)]
+    Refused(#[from] io::Error),
+}
+
+/// Makes a directory of mode 0700, or takes the one that is there if nobody else may write to it.
+/// It stays.
+///
+/// # Errors
+/// [`OwnError`]. A link is refused.
+pub fn own_directory(path: &Path) -> Result<(), OwnError> {
+    let open = || -> Result<_, Errno> {
+        let (parent, name) = split(path)?;
+        match rustix::fs::mkdirat(&parent, name, Mode::RWXU) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(why) => return Err(why),
+        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        fstat(openat(&parent, name, flags, Mode::empty())?)
+    };
+    let found = open().map_err(io::Error::from)?;
+    let (owner, mode) = (found.st_uid, found.st_mode & 0o777);
+    match owner == rustix::process::geteuid().as_raw() && mode & 0o022 == 0 {
+        true => Ok(()),
+        false => Err(OwnError::Foreign { owner, mode }),
+    }
+}
+
+/// Removes a directory that a [`Folder`] of another process has left.
+pub fn remove_directory(path: &Path) {
+    let Ok((parent, name)) = split(path) else {
+        return;
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    if let Ok(directory) = openat(&parent, name, flags, Mode::empty()) {
+        empty(directory.as_fd(), MOST_DEPTH);
+        let _ = unlinkat(&parent, name, AtFlags::REMOVEDIR);
+    }
+}
+
+/// Removes the contents of a directory, as far as the host lets it. It follows no link.
+fn empty(directory: BorrowedFd<'_>, depth: usize) {
+    let dot = |name: &CStr| [c".", c".."].contains(&name);
+    let Ok(entries) = Dir::read_from(directory) else {
+        return;
+    };
+    let names: Vec<_> = entries
+        .flatten()
+        .map(|entry| entry.file_name().to_owned())
+        .collect();
+    for name in names.iter().filter(|name| !dot(name)) {
+        if unlinkat(directory, name, AtFlags::empty()) != Err(Errno::ISDIR) || depth == 0 {
+            continue;
+        }
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        if let Ok(below) = openat(directory, name, flags, Mode::empty()) {
+            empty(below.as_fd(), depth - 1);
+        }
+        let _ = unlinkat(directory, name, AtFlags::REMOVEDIR);
+    }
+}
+
+/// The path of a name in an open directory, which stays right when the directory is renamed.
+pub(crate) fn path_in(directory: BorrowedFd<'_>, name: &OsStr) -> PathBuf {
+    let number = std::os::fd::AsRawFd::as_raw_fd(&directory);
+    Path::new("/proc/self/fd")
+        .join(number.to_string())
+        .join(name)
+}

@@ -1,0 +1,84 @@
+//! Sockets, directories and files that another user, another process or the next run may touch.
+//!
+//! **Guarantee.** A user who may change the directory gets what was made for him there, and nothing
+//! else: no swapped name or link makes this process give him another file. Nobody but the owner of a
+//! socket can connect, from the first moment on. Of two processes that want one path, one gets it,
+//! and a socket that somebody listens at is never taken away. What is made here goes when its value
+//! is dropped, if it is still there and still the same.
+//!
+//! **Mechanism.** A path is resolved once, to a descriptor of its directory. All that follows goes
+//! through that descriptor, and follows no link. What belongs to somebody else is made in a
+//! [`Folder`] that only this process can enter, gets its owner and mode there, and is then renamed to
+//! its place. Only a process that holds the lock of the directory (`flock(2)`) replaces a socket.
+//!
+//! **Neighbours.** Above: all rooms that listen at a path or meet a VMM in a directory. No other file
+//! calls `chown` or `chmod`, or binds a socket to a path.
+
+mod folder;
+mod socket;
+#[cfg(test)]
+mod tests;
+
+pub use folder::{Folder, OwnError, give, own_directory, remove_directory};
+pub use socket::{ListenError, SocketFile, listen_at};
+
+use rustix::fs::{FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+/// The user, group and mode of a socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Owner {
+    /// The user id; that of this process by default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub user: Option<u32>,
+    /// The group id; that of this process by default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub group: Option<u32>,
+    /// The permission bits, 0o600 (384) by default. JSON has no octal numbers.
+    pub mode: u32,
+}
+
+impl Default for Owner {
+    fn default() -> Self {
+        Self {
+            user: None,
+            group: None,
+            mode: 0o600,
+        }
+    }
+}
+
+/// Opens a directory, whose path may have links.
+fn open_directory(path: &Path) -> Result<OwnedFd, Errno> {
+    let path = match path.as_os_str().is_empty() {
+        true => Path::new("."),
+        false => path,
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::open(path, flags, Mode::empty())
+}
+
+/// The open directory of a path, and the name in it.
+fn split(path: &Path) -> Result<(OwnedFd, &OsStr), Errno> {
+    let name = path.file_name().ok_or(Errno::ISDIR)?;
+    let parent = path.parent().unwrap_or(Path::new("."));
+    Ok((open_directory(parent)?, name))
+}
+
+fn identity(stat: &Stat) -> (u64, u64) {
+    (stat.st_dev, stat.st_ino)
+}
+
+fn kind(stat: &Stat) -> FileType {
+    FileType::from_raw_mode(stat.st_mode)
+}
+
+/// Runs the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -1,0 +1,194 @@
+//! Listening sockets.
+
+use crate::folder::path_in;
+use crate::{Folder, Owner, identity, kind, split};
+use rustix::fs::{
+    AtFlags, FileType, FlockOperation, Gid, Mode, RenameFlags, Uid, chmodat, chownat, fchmod,
+    flock, renameat_with, statat, unlinkat,
+};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
+};
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The most connections that wait to be accepted. The kernel keeps them, and a crowd of strangers
+/// must not fill this before they are accepted.
+const BACKLOG: i32 = 512;
+/// The longest wait for the lock of a directory. Its holder makes a socket, in far less.
+const LOCKED: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_millis(5);
+
+/// The refusal of a socket's path.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ListenError {
+    /// Somebody listens there.
+    #[error("another process listens at {}", .0.display())]
+    InUse(PathBuf),
+    /// Something that is no socket.
+    #[error("{} is there and is no socket", .0.display())]
+    NoSocket(PathBuf),
+    /// The path does not fit into an address.
+    #[error("{} has more than the 107 bytes of a socket's path", .0.display())]
+    TooLong(PathBuf),
+    /// The host refused it.
+    #[error("cannot listen at {}: {why}", path.display())]
+    Refused {
+        /// The path.
+        path: PathBuf,
+        /// The reason.
+        #[source]
+        why: io::Error,
+    },
+}
+
+/// The file of a listening socket. Dropping it removes the file, unless another process has made
+/// one of its name since.
+#[derive(Debug)]
+pub struct SocketFile {
+    parent: OwnedFd,
+    name: OsString,
+    identity: (u64, u64),
+    stays: bool,
+}
+
+impl SocketFile {
+    /// Leaves the file where it is: the next process replaces it.
+    pub fn keep(mut self) {
+        self.stays = true;
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let there = statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW);
+        if !self.stays && there.is_ok_and(|found| identity(&found) == self.identity) {
+            let _ = unlinkat(&self.parent, &self.name, AtFlags::empty());
+        }
+    }
+}
+
+/// Listens at `path`. The socket is close-on-exec and blocks. It replaces a socket that nobody
+/// listens at.
+///
+/// # Errors
+/// [`ListenError`]. Nothing has changed then.
+pub fn listen_at(path: &Path, owner: &Owner) -> Result<(UnixListener, SocketFile), ListenError> {
+    let refused = |errno: Errno| ListenError::Refused {
+        path: path.to_owned(),
+        why: errno.into(),
+    };
+    if SocketAddrUnix::new(path).is_err() {
+        return Err(ListenError::TooLong(path.to_owned()));
+    }
+    let (parent, name) = split(path).map_err(refused)?;
+    // Released when the descriptor is closed, also by a kill.
+    let held = parent.try_clone().map_err(|why| ListenError::Refused {
+        path: path.to_owned(),
+        why,
+    })?;
+    lock(&held).map_err(refused)?;
+    let made = replace(&parent, name, path).and_then(|()| {
+        let folder = path.parent().unwrap_or(Path::new(""));
+        make(parent, name, folder, owner).map_err(|errno| match errno {
+            Errno::EXIST | Errno::ADDRINUSE => ListenError::InUse(path.to_owned()),
+            errno => refused(errno),
+        })
+    });
+    let _ = flock(&held, FlockOperation::Unlock);
+    made
+}
+
+/// Waits for the lock of a directory. Its descriptor is one that `flock` has not seen.
+fn lock(directory: &OwnedFd) -> Result<(), Errno> {
+    let until = Instant::now() + LOCKED;
+    loop {
+        match flock(directory, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(LOOK),
+            other => return other,
+        }
+    }
+}
+
+/// Removes a socket that nobody listens at.
+fn replace(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), ListenError> {
+    let refused = |errno: Errno| ListenError::Refused {
+        path: path.to_owned(),
+        why: errno.into(),
+    };
+    match statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(Errno::NOENT) => return Ok(()),
+        Err(errno) => return Err(refused(errno)),
+        Ok(found) if kind(&found) != FileType::Socket => {
+            return Err(ListenError::NoSocket(path.to_owned()));
+        }
+        Ok(_) => {}
+    }
+    let address = SocketAddrUnix::new(path_in(parent.as_fd(), name)).map_err(refused)?;
+    // It does not wait: a full backlog is a listener too.
+    match connect(
+        new_socket(SocketFlags::NONBLOCK).map_err(refused)?,
+        &address,
+    ) {
+        Err(Errno::NOENT) => Ok(()),
+        Err(Errno::CONNREFUSED) => match unlinkat(parent, name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(errno) => Err(refused(errno)),
+        },
+        _ => Err(ListenError::InUse(path.to_owned())),
+    }
+}
+
+fn new_socket(flags: SocketFlags) -> Result<OwnedFd, Errno> {
+    let flags = flags | SocketFlags::CLOEXEC;
+    socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+}
+
+/// Makes a listening socket of that name in `parent`, whose path is `folder`.
+pub(crate) fn make(
+    parent: OwnedFd,
+    name: &OsStr,
+    folder: &Path,
+    owner: &Owner,
+) -> Result<(UnixListener, SocketFile), Errno> {
+    let socket = new_socket(SocketFlags::empty())?;
+    // Linux gives the file the mode of the socket's inode, less the umask (net/unix/af_unix.c,
+    // unix_bind_bsd). So nobody else can ever connect.
+    fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    let is_mine = owner
+        .user
+        .is_none_or(|id| id == rustix::process::geteuid().as_raw())
+        && owner
+            .group
+            .is_none_or(|id| id == rustix::process::getegid().as_raw());
+    if is_mine && owner.mode == 0o600 {
+        bind(&socket, &SocketAddrUnix::new(folder.join(name))?)?;
+    } else {
+        let own = Folder::new(parent.try_clone().map_err(|_| Errno::MFILE)?, folder)?;
+        bind(&socket, &SocketAddrUnix::new(path_in(own.as_fd(), name))?)?;
+        // Nobody else can enter the folder, so the name is still this socket's.
+        let (user, group) = (
+            owner.user.map(Uid::from_raw),
+            owner.group.map(Gid::from_raw),
+        );
+        chownat(&own, name, user, group, AtFlags::SYMLINK_NOFOLLOW)?;
+        let mode = Mode::from_raw_mode(owner.mode & 0o777);
+        chmodat(&own, name, mode, AtFlags::empty())?;
+        renameat_with(&own, name, &parent, name, RenameFlags::NOREPLACE)?;
+    }
+    let found = statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
+    let file = SocketFile {
+        identity: identity(&found),
+        name: name.to_owned(),
+        parent,
+        stays: false,
+    };
+    listen(&socket, BACKLOG)?;
+    Ok((socket.into(), file))
+}
