@@ -2,7 +2,7 @@
 //! A link whose packets take time.
 //!
 //! **Guarantee.** Each packet takes the delay, and up to the jitter more. None overtakes another.
-//! Nothing is lost, but while [`WAITING`] packets are on the way.
+//! Nothing is lost but the bursts of [`Link::losses`], and while [`WAITING`] packets are on the way.
 //!
 //! **Mechanism.** Each host has a TAP device in place of an end of a veth pair, and a thread for
 //! each direction takes packets from one and gives them to the other. So this needs no `netem`,
@@ -10,7 +10,7 @@
 //!
 //! Source: Linux's `Documentation/networking/tuntap.rst`.
 
-use crate::link::DEVICE;
+use crate::link::{DEVICE, Link};
 use crate::{Error, netns};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, read, write};
@@ -40,11 +40,7 @@ pub(super) struct Delayed {
 
 impl Delayed {
     /// Makes the devices of two hosts, and joins them.
-    pub(super) fn start(
-        hosts: [&str; 2],
-        delay: Duration,
-        jitter: Duration,
-    ) -> Result<Self, Error> {
+    pub(super) fn start(hosts: [&str; 2], link: &Link) -> Result<Self, Error> {
         let [a, b] = hosts.map(|host| {
             let made = netns::within(host, tap).and_then(|made| made);
             made.map(Arc::new)
@@ -56,8 +52,8 @@ impl Delayed {
         let threads = ways.into_iter().zip(1..).map(|((from, to), seed)| {
             let ends = Arc::clone(&ends);
             let mut way = Way {
-                delay,
-                jitter,
+                link: link.clone(),
+                seen: 0,
                 random: seed,
                 waiting: VecDeque::new(),
             };
@@ -119,8 +115,9 @@ fn tap() -> std::io::Result<File> {
 
 /// One direction.
 struct Way {
-    delay: Duration,
-    jitter: Duration,
+    link: Link,
+    /// The packets so far.
+    seen: u64,
     random: u64,
     /// Packets, and when each is due.
     waiting: VecDeque<(Instant, Box<[u8]>)>,
@@ -159,7 +156,10 @@ impl Way {
     }
 
     fn take(&mut self, packet: &[u8]) {
-        if self.waiting.len() == WAITING {
+        self.seen += 1;
+        let losses = self.link.losses;
+        let is_lost = losses.is_some_and(|(burst, of)| self.seen % of >= of - burst);
+        if is_lost || self.waiting.len() == WAITING {
             return;
         }
         // The constants of Knuth's MMIX.
@@ -168,7 +168,7 @@ impl Way {
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1_442_695_040_888_963_407);
         let part = (self.random >> 40) as f64 / (1 << 24) as f64;
-        let due = Instant::now() + self.delay + self.jitter.mul_f64(part);
+        let due = Instant::now() + self.link.delay + self.link.jitter.mul_f64(part);
         let last = self.waiting.back().map_or(due, |(last, _)| *last);
         self.waiting.push_back((due.max(last), packet.into()));
     }

@@ -74,8 +74,7 @@ impl TwoHosts {
         tools::run("ip", &["netns", "add", b])?;
         // Both ends are made in place: the machine's own namespace never sees them.
         if link.delay + link.jitter > Duration::ZERO {
-            let delayed =
-                delay::Delayed::start([a, b].map(String::as_str), link.delay, link.jitter)?;
+            let delayed = delay::Delayed::start([a, b].map(String::as_str), link)?;
             hosts.delayed = Some(delayed);
         } else {
             let pair = ["link", "add", DEVICE, "netns", a, "type", "veth"];

@@ -114,6 +114,8 @@ pub struct Link {
     pub delay: Duration,
     /// Each packet takes up to so much longer. None overtakes another.
     pub jitter: Duration,
+    /// With a delay: so many packets in a row are lost, of so many.
+    pub losses: Option<(u64, u64)>,
 }
 
 impl Link {
@@ -129,6 +131,7 @@ impl Link {
             mtu: 1500,
             delay: Duration::ZERO,
             jitter: Duration::ZERO,
+            losses: None,
         }
     }
 
@@ -138,6 +141,15 @@ impl Link {
         Self {
             delay,
             jitter,
+            ..self
+        }
+    }
+
+    /// The same link with a delay, which loses the last `burst` of each `packets` of a direction.
+    #[must_use]
+    pub fn losing(self, burst: u64, packets: u64) -> Self {
+        Self {
+            losses: Some((burst, packets)),
             ..self
         }
     }

@@ -109,6 +109,17 @@ fn a_vm_moves_between_two_hosts_over_tls() {
     pair.assert_moved(migrate);
 }
 
+#[test]
+fn a_vm_moves_whole_over_a_link_that_is_late_and_loses_bursts() {
+    let [delay, jitter] = [2, 3].map(Duration::from_millis);
+    let link = fast().delayed(delay, jitter).losing(20, 1000);
+    let Some(pair) = Pair::start(&link) else {
+        return;
+    };
+    let migrate = pair.migrate();
+    pair.assert_moved(migrate);
+}
+
 /// A link on which post-copy takes 17 s, so that a test on a busy machine acts before its end. The
 /// queue holds less than half of what the link carries before a peer counts as dead.
 fn slow() -> Link {

@@ -224,21 +224,55 @@ fn hosts_of_a_process_that_is_gone_are_removed_by_the_next_start() {
 }
 
 #[test]
-fn packets_take_the_delay_and_some_jitter_and_keep_their_order() {
-    let [delay, jitter] = [2, 3].map(Duration::from_millis);
-    let link = Link::new(Rate::mbit(100)).delayed(delay, jitter);
-    let Some(hosts) = two_hosts::or_skip(&link) else {
+fn packets_are_lost_in_bursts() {
+    let link = Link::new(Rate::mbit(100)).delayed(Duration::from_millis(1), Duration::ZERO);
+    let Some(hosts) = two_hosts::or_skip(&link.losing(10, 50)) else {
         return;
     };
-    let socket = |host| {
+    let [sender, receiver] = sockets(&hosts);
+    let to = receiver.local_addr().unwrap();
+    let mut runs = Vec::new();
+    for number in 0..170_u32 {
+        sender.send_to(&number.to_le_bytes(), to).expect("sent");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    receiver
+        .set_read_timeout(Some(Duration::from_secs(1)))
+        .expect("a limit");
+    let mut next = 0;
+    let mut got = [0; 4];
+    while receiver.recv(&mut got).is_ok() {
+        let number = u32::from_le_bytes(got);
+        if number > next {
+            runs.push(number - next);
+        }
+        next = number + 1;
+    }
+    // A packet of another protocol may be in a burst.
+    assert!((3..=4).contains(&runs.len()), "{runs:?}");
+    assert!(runs.iter().all(|run| (8..=10).contains(run)), "{runs:?}");
+}
+
+/// A UDP socket on each host.
+fn sockets(hosts: &TwoHosts) -> [UdpSocket; 2] {
+    [Host::A, Host::B].map(|host| {
         let address = (hosts.address(host), 0);
         let bound = netns::within(hosts.name(host), || UdpSocket::bind(address));
         let socket = bound.expect("a host").expect("a port");
         let longest = Some(Duration::from_secs(10));
         socket.set_read_timeout(longest).expect("a limit");
         socket
+    })
+}
+
+#[test]
+fn packets_take_the_delay_and_some_jitter_and_keep_their_order() {
+    let [delay, jitter] = [2, 3].map(Duration::from_millis);
+    let link = Link::new(Rate::mbit(100)).delayed(delay, jitter);
+    let Some(hosts) = two_hosts::or_skip(&link) else {
+        return;
     };
-    let (sender, receiver) = (socket(Host::A), socket(Host::B));
+    let [sender, receiver] = sockets(&hosts);
     let to = receiver.local_addr().unwrap();
     let mut took = Vec::new();
     // The first waits for an address, too.
