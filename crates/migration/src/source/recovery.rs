@@ -98,13 +98,16 @@ struct Attempt {
 struct Pace {
     /// The attempts since the channel was open.
     failed: u32,
-    /// The losses in a row of a channel that was not open for long.
+    /// The losses in a row of a channel that was not open for long, and the series of attempts
+    /// before it was open.
     losses: u32,
     opened: Option<Instant>,
 }
 
 impl Pace {
     fn opened(&mut self, now: Instant) {
+        // The peer may have ended an attempt before this side noted that it was open.
+        self.losses += u32::from(self.failed > 1);
         self.failed = 0;
         self.opened = Some(now);
     }
@@ -610,5 +613,20 @@ mod tests {
         let failed: Vec<_> = (0..12).map(|_| pace.next(now)).collect();
         assert_eq!(failed[0], FIRST_PAUSE);
         assert_eq!(failed[11], LONGEST_PAUSE);
+    }
+
+    #[test]
+    fn an_attempt_that_ends_before_it_is_noted_open_is_a_loss() {
+        let mut pace = Pace::default();
+        let mut now = Instant::now();
+        let mut pauses = Vec::new();
+        for _ in 0..12 {
+            pace.next(now);
+            let pause = pace.next(now);
+            pauses.push(pause);
+            now += pause;
+            pace.opened(now);
+        }
+        assert_eq!(pauses[11], LONGEST_PAUSE, "{pauses:?}");
     }
 }
