@@ -16,7 +16,7 @@ use crate::progress::{Display, Feed, Rates};
 use crate::report::{Conditions, Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
-use crate::vm::{Disks, GuestDescription, PAUSE_LIMIT, Vm, check_backing};
+use crate::vm::{Disks, GuestDescription, PAUSE_LIMIT, Vm, check_backing, check_host_memory};
 use crate::{detach, sockets};
 use pageferry_harness::size;
 use pageferry_machine::{CpuModel, Delivery, EngineChoice, kvm};
@@ -256,7 +256,8 @@ impl Notes {
     }
 }
 
-/// Checks the offered VM against the limits of this destination, before anything is allocated.
+/// Checks the offered VM against the limits of this destination and the memory of this host, before
+/// anything is allocated. All commands that take a VM in call it.
 pub(crate) fn check_limits(offer: &Offer, args: &ReceiveArgs) -> Result<(), Failure> {
     let refuse = |message| Err(Failure::new(Exit::Refused, message));
     let max_vcpus = args.max_vcpus.unwrap_or_else(default_max_vcpus);
@@ -274,6 +275,12 @@ pub(crate) fn check_limits(offer: &Offer, args: &ReceiveArgs) -> Result<(), Fail
             size::human(offer.memory_bytes),
             size::human(max)
         ));
+    }
+    if !args.backing.ignore_limits && !args.backing.backing.is_hugetlb() {
+        check_host_memory(offer.memory_bytes, 1).map_err(|why| Failure {
+            exit: Exit::Refused,
+            ..why
+        })?;
     }
     Ok(())
 }

@@ -342,7 +342,7 @@ pub(crate) fn check_backing(
     }
     // Pages of a pool are not among the host's available memory.
     if !backing.is_hugetlb() {
-        check_host_memory(bytes, machines)?;
+        check_host_memory(bytes, machines).map_err(|why| why.and("choose a smaller --memory"))?;
     }
     limits::check(&Needs {
         backing,
@@ -373,7 +373,7 @@ pub(crate) fn check_host_memory(memory_bytes: u64, machines: u64) -> Result<(), 
     Err(Failure::new(
         Exit::Usage,
         format!(
-            "{} of guest memory need {}{both}, and this host has {} available: choose a smaller --memory",
+            "{} of guest memory need {}{both}, and this host has {} available",
             size::human(memory_bytes),
             size::human(needed),
             size::human(available),

@@ -437,6 +437,36 @@ fn a_vm_above_the_limits_is_refused_with_the_limit() {
     }
 }
 
+/// Also for the VMs of other VMMs, whose processes are asked for nothing then.
+#[test]
+fn a_vm_beyond_the_hosts_memory_is_refused() {
+    let dir = Dir::new();
+    let api = format!("fc:{}", dir.path("none").display());
+    for more in [&[][..], &["--for", &api]] {
+        let args = [
+            &["receive", "--listen", "127.0.0.1:0", "--insecure"][..],
+            more,
+        ]
+        .concat();
+        let process = Process::start(&args, &dir);
+        let source = open(&process.wait_until_said("listening on "));
+        let bytes = 16 << 40;
+        send(
+            &source,
+            &setup(|setup| {
+                setup.memory_bytes = bytes;
+                setup.regions[0].pages = bytes / 4096;
+            }),
+        );
+        assert_turned_away(
+            &process,
+            "16 TiB of guest memory need 16 TiB, and this host has",
+        );
+        process.interrupt();
+        process.end();
+    }
+}
+
 /// A source that has set up its VM, and is then silent: the destination serves it until it leaves.
 pub(crate) fn busy(destination: &Destination) -> Connection {
     let source = open(&destination.address);

@@ -31,7 +31,7 @@ fn a_machine_too_small_for_its_guest_is_told_the_minimum() {
 #[test]
 fn more_memory_than_the_host_has_is_refused_before_anything_starts() {
     let ended = pageferry(&["demo", "--engine", "soft", "--memory", "3T"]);
-    ended.assert_failed(2, "available: choose a smaller --memory");
+    ended.assert_failed(2, "available; choose a smaller --memory");
     let dir = Dir::new();
     let socket = dir.path("vm");
     let args = [
@@ -43,7 +43,7 @@ fn more_memory_than_the_host_has_is_refused_before_anything_starts() {
         "--control",
         socket.to_str().unwrap(),
     ];
-    pageferry(&args).assert_failed(2, "available: choose a smaller --memory");
+    pageferry(&args).assert_failed(2, "available; choose a smaller --memory");
     dir.assert_empty();
 }
 
