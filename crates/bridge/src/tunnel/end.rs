@@ -478,6 +478,12 @@ impl End {
         })
     }
 
+    /// Whether the other end has said on any connection that it is a tunnel.
+    #[must_use]
+    pub fn is_greeted(&self) -> bool {
+        self.links.values().any(|open| open.greeted)
+    }
+
     /// The number of records with urgent data that were taken.
     #[must_use]
     pub const fn urgent(&self) -> u64 {

@@ -131,6 +131,7 @@ fn new_board(route: Name, session: String) -> Board {
         kept: (0, 0),
         most_kept: 0,
         lost_for: None,
+        last_loss: None,
         losses: 0,
         longest_loss: Duration::ZERO,
         runs_for: Duration::ZERO,

@@ -81,6 +81,8 @@ pub(super) struct Session {
     lost_since: Option<Instant>,
     last_loss: String,
     was_connected: bool,
+    /// Whether the other end has said something.
+    was_met: bool,
     /// Since when the end of all streams is said.
     says_end: Option<Instant>,
     failure: Option<Failure>,
@@ -115,6 +117,7 @@ impl Session {
             lost_since: Some(now),
             last_loss: String::new(),
             was_connected: false,
+            was_met: false,
             says_end: None,
             failure: None,
             late: Vec::new(),
@@ -172,6 +175,9 @@ impl Session {
                         Ok(connection) => self.link_up(end, index, connection),
                         Err((why, failure)) => {
                             dialler.failed(index);
+                            if !self.was_connected && self.last_loss != why {
+                                self.events.push_back(Event::Unreached(why.clone()));
+                            }
                             self.last_loss = why;
                             if let Some(failure) = failure {
                                 self.failure.get_or_insert(failure);
@@ -215,15 +221,23 @@ impl Session {
         drop(board);
         let link = LinkIo::new(number, index, connection, self.config.queue, self.began);
         self.links.push(link);
+        self.was_connected = true;
+    }
+
+    /// Ends a loss once the other end says something. A connection alone is of no use.
+    fn meet(&mut self, end: &End) {
+        if !end.is_greeted() {
+            return;
+        }
         if let Some(since) = self.lost_since.take() {
-            if self.was_connected {
+            if self.was_met {
                 let lost = since.elapsed();
                 let mut board = self.board();
                 board.longest_loss = board.longest_loss.max(lost);
                 drop(board);
                 self.events.push_back(Event::Back(lost));
             }
-            self.was_connected = true;
+            self.was_met = true;
         }
     }
 
@@ -258,6 +272,7 @@ impl Session {
         let mut buffer = std::mem::take(&mut self.buffer);
         let moved = self.each_link(end, |link, end| link.receive(end, &mut buffer));
         self.buffer = buffer;
+        self.meet(end);
         self.connect_streams(end);
         moved
     }
@@ -355,10 +370,16 @@ impl Session {
         {
             self.failure.get_or_insert(Failure::Host(why));
         }
+        let patience = &self.config.patience;
+        // A near end has a stream before it has a session.
+        let is_idle = end.count() == 0 && self.began.elapsed() > patience.silence;
+        if matches!(self.place, Place::Far { .. }) && is_idle {
+            let why = format!("it opened no stream in {} s", patience.silence.as_secs());
+            self.failure.get_or_insert(Failure::Refused(why));
+        }
         let Some(since) = self.lost_since else {
             return;
         };
-        let patience = &self.config.patience;
         // A VMM that waits for a far end that was never there would wait for nothing.
         let limit = match (self.was_connected, end.count()) {
             (false, _) => Some(patience.connect),
@@ -484,6 +505,8 @@ impl Session {
         board.kept = end.kept();
         board.most_kept = board.most_kept.max(board.kept.0 + board.kept.1);
         board.lost_for = self.lost_since.map(|since| since.elapsed());
+        let why = Some(self.last_loss.clone()).filter(|why| !why.is_empty());
+        board.last_loss = why;
         board.runs_for = self.began.elapsed();
     }
 

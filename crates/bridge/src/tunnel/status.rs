@@ -26,6 +26,8 @@ pub struct SessionState {
     pub most_kept: u64,
     /// The time without any connection, if there is none.
     pub lost_for: Option<Duration>,
+    /// Why a connection was lost, or could not be opened, the last time.
+    pub last_loss: Option<String>,
     /// How often all connections were lost.
     pub losses: u64,
     /// The longest time without any connection.
@@ -51,6 +53,8 @@ pub enum Event {
     Began,
     /// A VMM's stream was opened: its number.
     Opened(u32),
+    /// The far end was not reached yet: why. It is tried again.
+    Unreached(String),
     /// The last connection is lost.
     Lost(String),
     /// There are connections again, after this time.

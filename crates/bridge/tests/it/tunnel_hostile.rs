@@ -1,17 +1,22 @@
 //! Peers that are no tunnels, other tunnels, or tunnels that do not keep to the protocol.
 
-use crate::scene::{LIMIT, Log, Scene, Scratch, exchange, loopback, quick, route, window};
+use crate::scene::{LIMIT, Log, Scene, Scratch, calm, exchange, loopback, quick, route, window};
 use pageferry_bridge::tunnel::record::{Delivered, MAX_STREAMS, Record, Start};
-use pageferry_bridge::tunnel::{Config, Failure, Far, Near};
-use pageferry_migration::channel::{ChannelError, Wait};
-use pageferry_migration::handshake::{HandshakeError, Identity, PlainPolicy, Protection, dial};
-use pageferry_migration::wire::ChannelKey;
+use pageferry_bridge::tunnel::{Config, Event, Failure, Far, Near};
+use pageferry_migration::channel::{ChannelError, OpenError, Wait};
+use pageferry_migration::handshake::{
+    Acceptor, Arrival, Expected, HandshakeError, Identity, PlainPolicy, Protection, Router, Secret,
+    Stranger, dial,
+};
+use pageferry_migration::wire::{ChannelKey, Hello};
 use pageferry_migration::{
     Connection, Destination, DestinationConfig, Listener, Role, Status, TlsFiles,
 };
 use pageferry_testkit::certificates::{Authority, Side, Validity};
+use pageferry_testkit::wait_until;
 use std::io::Read;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const FIRST: ChannelKey = ChannelKey {
@@ -176,6 +181,117 @@ fn damaged_bytes_cost_a_connection_only() {
     end_of(&connection);
     let pair = scene.pair();
     exchange(&pair, 1, (1000, 1000));
+}
+
+/// A far end that proves who it is, and then says nothing.
+#[derive(Default)]
+struct Mute(Mutex<(Option<Secret>, Vec<Connection>)>);
+
+impl Router for Mute {
+    fn route(&self, _: &Hello, _: bool) -> Result<Expected, Status> {
+        let secret = self.0.lock().unwrap().0.clone();
+        Ok(secret.map_or(Expected::New, Expected::Known))
+    }
+
+    fn accepted(&self, arrival: Arrival) -> Result<(), Box<(Arrival, Status)>> {
+        let mut kept = self.0.lock().unwrap();
+        kept.0.get_or_insert(arrival.secret().clone());
+        kept.1.extend(arrival.welcome());
+        Ok(())
+    }
+
+    fn stranger(&self, _: Stranger) {}
+    fn cannot_accept(&self, error: &OpenError) {
+        panic!("{error}");
+    }
+}
+
+#[test]
+fn a_far_end_that_says_nothing_is_given_up() {
+    let listener = loopback();
+    let to = listener.local_addr().clone();
+    let mute = Arc::new(Mute::default());
+    let plain = Protection::Plain(PlainPolicy::LoopbackOnly);
+    let _far = Acceptor::start(listener, plain, mute.clone()).unwrap();
+    let scratch = Scratch::new();
+    let log = Arc::new(Log::default());
+    let path = scratch.path("near");
+    let mut config = quick();
+    config.patience.give_up_after = Some(Duration::from_secs(2));
+    let _near = Near::listen(&[route("vm", &path)], to, config, log.clone()).unwrap();
+    let _stream = std::os::unix::net::UnixStream::connect(&path).unwrap();
+    let (end, state) = log.end(1);
+    let Err(Failure::GaveUp { why, .. }) = end else {
+        panic!("{end:?}");
+    };
+    assert!(why.contains("silent"), "{why}");
+    assert_eq!(state.last_loss.as_deref(), Some(&why[..]));
+    assert!(mute.0.lock().unwrap().1.len() > 1, "it was dialled again");
+    assert!(
+        !log.events()
+            .iter()
+            .any(|event| matches!(event, Event::Back(_)))
+    );
+}
+
+#[test]
+fn a_near_end_that_opens_no_stream_keeps_no_session() {
+    let mut config = quick();
+    config.patience.silence = Duration::from_millis(500);
+    let scene = Scene::new(&config, |far| far);
+    let connection = dial_as(&scene, FIRST).unwrap();
+    send(&connection, &start("vm"));
+    let over = AtomicBool::new(false);
+    let end = std::thread::scope(|scope| {
+        // It only says that it lives.
+        scope.spawn(|| {
+            let wait = Wait::block("test").within(LIMIT);
+            let alive = Record::Received {
+                records: 0,
+                streams: 0,
+            };
+            let bytes = alive.header(&alive.payload());
+            while !over.load(Ordering::Relaxed) && connection.write_all(&bytes, &wait).is_ok() {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        });
+        let (end, _) = scene.far_log.end(1);
+        over.store(true, Ordering::Relaxed);
+        end
+    });
+    let Err(Failure::Refused(why)) = end else {
+        panic!("{end:?}");
+    };
+    assert!(why.contains("no stream"), "{why}");
+    let pair = scene.pair();
+    exchange(&pair, 1, (1000, 1000));
+}
+
+#[test]
+fn a_far_end_that_is_not_there_is_told_at_once() {
+    let listener = loopback();
+    let to = listener.local_addr().clone();
+    drop(listener);
+    let scratch = Scratch::new();
+    let log = Arc::new(Log::default());
+    let path = scratch.path("near");
+    let near = Near::listen(&[route("vm", &path)], to, calm(), log.clone()).unwrap();
+    let _stream = std::os::unix::net::UnixStream::connect(&path).unwrap();
+    log.wait_for(|event| matches!(event, Event::Unreached(why) if why.contains("refused")));
+    wait_until("the status", || {
+        let [session] = &near.sessions()[..] else {
+            return false;
+        };
+        session
+            .last_loss
+            .as_ref()
+            .is_some_and(|why| why.contains("refused"))
+    });
+    // Each reason is told once.
+    std::thread::sleep(Duration::from_millis(500));
+    let told = log.events().into_iter();
+    let told = told.filter(|event| matches!(event, Event::Unreached(_)));
+    assert_eq!(told.count(), 1);
 }
 
 #[test]

@@ -41,6 +41,7 @@ pub(super) fn json(state: &SessionState) -> Value {
         "waiting_bytes": state.kept.1,
         "most_kept_bytes": state.most_kept,
         "lost_for_ms": state.lost_for.map(ms),
+        "last_loss": state.last_loss,
         "losses": state.losses,
         "longest_loss_ms": ms(state.longest_loss),
         "runs_for_ms": ms(state.runs_for),
@@ -52,6 +53,7 @@ pub(super) fn event(event: &Event) -> Value {
     match event {
         Event::Began => json!("began"),
         Event::Opened(stream) => json!({ "opened": { "stream": stream } }),
+        Event::Unreached(why) => json!({ "unreached": { "why": why } }),
         Event::Lost(why) => json!({ "lost": { "why": why } }),
         Event::Back(after) => json!({ "back": { "after_ms": ms(*after) } }),
         Event::Ended => json!("ended"),
@@ -68,6 +70,7 @@ pub(super) fn told(session: Option<&SessionState>, event: &Event) -> Option<Stri
         .unwrap_or_default();
     Some(match event {
         Event::Opened(1) => format!("{route}: a migration begins"),
+        Event::Unreached(why) => format!("{route}: {why}; trying again"),
         Event::Lost(why) => format!("{route}: the connections broke, opening new ones: {why}"),
         Event::Back(after) => format!("{route}: connected again after {} ms", after.as_millis()),
         Event::Stranger(who) => format!("refused a stranger: {who}"),
@@ -142,6 +145,9 @@ fn session(session: &Value) -> String {
     }
     if let Some(ms) = session["lost_for_ms"].as_u64() {
         let _ = write!(text, ", no connection for {} s", ms / 1000);
+        if let Some(why) = session["last_loss"].as_str() {
+            let _ = write!(text, ": {why}");
+        }
     }
     text
 }
