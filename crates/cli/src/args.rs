@@ -13,6 +13,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use pageferry_bridge::fc::Overrides;
 use pageferry_guest::Doorbell;
 use pageferry_harness::size;
+use pageferry_hostfs::Owner;
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
 use pageferry_migration::{CpuList, Limits, Settings, SourceConfig, Switch, Tracking};
@@ -429,6 +430,30 @@ impl TlsArgs {
     }
 }
 
+/// Owner and mode of a unix socket at which a VMM connects.
+#[derive(Debug, Args)]
+pub(crate) struct OwnerArgs {
+    /// The user id that owns the unix socket, such as the jailer's
+    #[arg(long, value_name = "UID")]
+    owner: Option<u32>,
+    /// The group id of the unix socket
+    #[arg(long, value_name = "GID")]
+    group: Option<u32>,
+    /// The mode of the unix socket, in octal
+    #[arg(long, value_name = "MODE", default_value = "600", value_parser = mode)]
+    mode: u32,
+}
+
+impl OwnerArgs {
+    pub(crate) fn owner(&self) -> Owner {
+        Owner {
+            user: self.owner,
+            group: self.group,
+            mode: self.mode,
+        }
+    }
+}
+
 /// The limits of a session.
 #[derive(Debug, Args)]
 pub(crate) struct LimitArgs {
@@ -549,6 +574,13 @@ pub(crate) struct ChannelArgs {
 
 fn track(text: &str) -> Result<String, String> {
     text.parse::<Tracking>().map(|_| text.to_owned())
+}
+
+pub(crate) fn mode(text: &str) -> Result<u32, String> {
+    u32::from_str_radix(text, 8)
+        .ok()
+        .filter(|mode| *mode <= 0o777)
+        .ok_or_else(|| format!("'{text}' is no mode: expected octal digits, like 660"))
 }
 
 pub(crate) fn queue(text: &str) -> Result<Duration, String> {

@@ -48,6 +48,7 @@ pub use near::Near;
 pub use recognise::Kind;
 pub use status::{Event, Failure, Observer, SessionState, StartError};
 
+use pageferry_hostfs::Owner;
 use pageferry_migration::address::Address;
 use pageferry_migration::handshake::{PlainPolicy, Protection};
 use pageferry_migration::{Mailbox, Name, Tls, TlsError};
@@ -79,6 +80,8 @@ pub struct Config {
     pub tls: Option<Tls>,
     /// Where connections without TLS may lead.
     pub plain: PlainPolicy,
+    /// Owner and mode of unix sockets at which VMMs connect.
+    pub owner: Owner,
 }
 
 /// The most connections for data that nobody waits for.
@@ -113,6 +116,7 @@ impl Default for Config {
             patience: pageferry_migration::Limits::default(),
             tls: None,
             plain: PlainPolicy::default(),
+            owner: Owner::default(),
         }
     }
 }

@@ -57,7 +57,7 @@ impl Near {
             addresses: Vec::new(),
         };
         for route in routes {
-            let listener = Listener::bind(&route.address)?;
+            let listener = Listener::bind_for(&route.address, &near.shared.config.owner)?;
             near.addresses.push(listener.local_addr().clone());
             let letters: Letters = Arc::new(Mailbox::new().map_err(std::io::Error::other)?);
             let (shared, opened) = (Arc::clone(&near.shared), Arc::clone(&letters));

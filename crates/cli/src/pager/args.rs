@@ -3,9 +3,10 @@
 use super::stores::StoreArgs;
 #[cfg(feature = "peers")]
 use crate::args::TlsArgs;
+use crate::args::{OwnerArgs, mode};
 use clap::{Args, Subcommand, ValueEnum};
 use pageferry_harness::size;
-use pageferry_pager::{Background, Format, Name, OnLoss, Owner, Restore, is_address};
+use pageferry_pager::{Background, Format, Name, OnLoss, Restore, is_address};
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
@@ -79,15 +80,8 @@ pub(crate) struct SnapshotArgs {
     /// The file is a snapshot packed by `pageferry snapshot pack`, with its bases beside it
     #[arg(long)]
     pub(crate) packed: bool,
-    /// The user id that owns the socket, such as the jailer's
-    #[arg(long, value_name = "UID")]
-    pub(crate) owner: Option<u32>,
-    /// The group id of the socket
-    #[arg(long, value_name = "GID")]
-    pub(crate) group: Option<u32>,
-    /// The mode of the socket, in octal
-    #[arg(long, value_name = "MODE", default_value = "600", value_parser = mode)]
-    pub(crate) mode: u32,
+    #[command(flatten)]
+    pub(crate) owner: OwnerArgs,
     /// Load all memory too: off, idle (while no fault waits), or at most this size a second
     #[arg(long, value_name = "off|idle|SIZE", default_value = "off", value_parser = background)]
     pub(crate) background: Background,
@@ -115,11 +109,7 @@ impl SnapshotArgs {
         if self.packed {
             restore.format = Format::Packed;
         }
-        restore.owner = Owner {
-            user: self.owner,
-            group: self.group,
-            mode: self.mode,
-        };
+        restore.owner = self.owner.owner();
         restore.background = self.background;
         restore.on_loss = match self.on_loss {
             OnLossArg::Wait => OnLoss::Wait,
@@ -335,13 +325,6 @@ fn shared(text: &str) -> Result<(String, PathBuf), String> {
         }
         _ => Err("expected a name and a file, like web/memory=/snapshots/web.mem".to_owned()),
     }
-}
-
-fn mode(text: &str) -> Result<u32, String> {
-    u32::from_str_radix(text, 8)
-        .ok()
-        .filter(|mode| *mode <= 0o777)
-        .ok_or_else(|| format!("'{text}' is no mode: expected octal digits, like 660"))
 }
 
 fn named(text: &str) -> Result<(Name, PathBuf), String> {

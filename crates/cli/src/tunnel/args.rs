@@ -1,6 +1,6 @@
 //! The flags of `pageferry tunnel`.
 
-use crate::args::{EXIT_CODES, LimitArgs, MetricsArgs, TlsArgs, queue};
+use crate::args::{EXIT_CODES, LimitArgs, MetricsArgs, OwnerArgs, TlsArgs, queue};
 use clap::{ArgGroup, Args};
 use pageferry_bridge::tunnel::{Config, Limits, MAX_CHANNELS, Route};
 use pageferry_harness::size;
@@ -33,6 +33,8 @@ pub(crate) struct TunnelArgs {
     /// names
     #[arg(long = "route", value_name = "NAME=ADDR", value_parser = route)]
     pub(super) routes: Vec<Route>,
+    #[command(flatten)]
+    owner: OwnerArgs,
     /// End after one migration, with its exit code
     #[arg(long)]
     pub(super) once: bool,
@@ -128,6 +130,7 @@ impl TunnelArgs {
             ),
             tls: self.tls.options().map(|options| Tls::from(&options)),
             plain: crate::control::options::plain(self.tls.insecure),
+            owner: self.owner.owner(),
         }
     }
 }

@@ -103,6 +103,33 @@ fn one_migration_is_carried_and_its_result_is_described() {
     pair.dir.assert_empty();
 }
 
+/// A VMM may run as another user, as libvirt's QEMU does.
+#[test]
+fn the_socket_of_a_vmm_has_its_owner_and_mode() {
+    use std::os::unix::fs::MetadataExt;
+    let mut flags = vec!["--mode", "660"];
+    let is_root = rustix::process::geteuid().is_root();
+    if is_root {
+        flags.extend(["--owner", "65534", "--group", "65534"]);
+    }
+    let pair = Pair::start(&flags, &[]);
+    let found = std::fs::metadata(&pair.listen).unwrap();
+    assert_eq!(found.mode() & 0o777, 0o660);
+    if is_root {
+        assert_eq!((found.uid(), found.gid()), (65534, 65534));
+    }
+    let streams = pair.open();
+    (&streams.0).write_all(b"QEVM").unwrap();
+    (&streams.1).read_exact(&mut [0; 4]).unwrap();
+    let pairs = [pair.near, pair.far];
+    drop(streams);
+    for process in pairs {
+        process.interrupt();
+        process.end();
+    }
+    assert!(!pair.listen.exists());
+}
+
 #[test]
 fn a_tunnel_answers_as_a_vm_does() {
     let dir = Dir::new();

@@ -18,7 +18,7 @@ use crate::address::Address;
 /// must not fill this before they are accepted: a further source would try again after a second.
 const BACKLOG: i32 = 512;
 
-/// A listening socket. A unix socket has mode 0600 from the start. Dropping the listener removes
+/// A listening socket. A unix socket has its owner's mode from the start. Dropping the listener removes
 /// the file if it is still this listener's.
 #[derive(Debug)]
 pub struct Listener {
@@ -43,8 +43,16 @@ impl Listener {
     /// # Errors
     /// [`OpenError`]. A unix socket of a dead process and one in use give different errors.
     pub fn bind(address: &Address) -> Result<Self, OpenError> {
+        Self::bind_for(address, &Owner::default())
+    }
+
+    /// As [`Self::bind`]. A unix socket is made for `owner`.
+    ///
+    /// # Errors
+    /// As [`Self::bind`], also if this process may not give the socket away.
+    pub fn bind_for(address: &Address, owner: &Owner) -> Result<Self, OpenError> {
         match address {
-            Address::Unix(path) => Self::bind_unix(address, path),
+            Address::Unix(path) => Self::bind_unix(address, path, owner),
             Address::Tcp { host, port } => {
                 let mut failure = None;
                 for resolved in resolve(host, *port)? {
@@ -79,8 +87,8 @@ impl Listener {
         })
     }
 
-    fn bind_unix(address: &Address, path: &Path) -> Result<Self, OpenError> {
-        let (socket, file) = listen_at(path, &Owner::default()).map_err(|why| match why {
+    fn bind_unix(address: &Address, path: &Path, owner: &Owner) -> Result<Self, OpenError> {
+        let (socket, file) = listen_at(path, owner).map_err(|why| match why {
             ListenError::InUse(_) => OpenError::InUse {
                 address: address.clone(),
             },
