@@ -21,6 +21,9 @@ use std::fs;
 const THREADS: u64 = 48;
 /// The descriptors beside those that are open and those of KVM's vCPUs.
 const DESCRIPTORS: u64 = 96;
+/// The descriptors without which a command that serves can say nothing: for its own sockets, their
+/// clients and its output.
+const LEAST_DESCRIPTORS: u64 = 32;
 /// The mappings beside those that exist and those of threads.
 const MAPPINGS: u64 = 512;
 /// The address space beside guest memory: code, stacks and arenas.
@@ -110,6 +113,14 @@ pub(crate) fn check(needs: &Needs) -> Result<(), Failure> {
         let why = format!("{why} (--ignore-limits starts the VM all the same)");
         Failure::new(Exit::Delivery, why)
     })
+}
+
+/// Checks what every command needs that serves others, before it begins.
+///
+/// # Errors
+/// [`Exit::Delivery`] with the limit that is too low.
+pub(crate) fn check_service() -> Result<(), Failure> {
+    check_descriptors(&Here, LEAST_DESCRIPTORS).map_err(|why| Failure::new(Exit::Delivery, why))
 }
 
 fn check_on(host: &dyn Host, needs: &Needs) -> Result<(), String> {
@@ -212,7 +223,6 @@ fn check_process(host: &dyn Host, needs: &Needs) -> Result<(), String> {
         Engine::Kvm => 1,
         Engine::Soft => 0,
     };
-    let descriptors = host.descriptors() + DESCRIPTORS + per_vcpu * u64::from(needs.vcpus);
     for (limit, name, needed) in [
         (Rlimit::As, "RLIMIT_AS (ulimit -v, LimitAS=)", addresses),
         (
@@ -230,10 +240,16 @@ fn check_process(host: &dyn Host, needs: &Needs) -> Result<(), String> {
             ));
         }
     }
+    check_descriptors(host, DESCRIPTORS + per_vcpu * u64::from(needs.vcpus))
+}
+
+/// Checks the limit of descriptors, `more` beside those that are open.
+fn check_descriptors(host: &dyn Host, more: u64) -> Result<(), String> {
+    let needed = host.descriptors() + more;
     match host.rlimit(Rlimit::Nofile) {
-        Some(most) if most < descriptors => Err(format!(
-            "RLIMIT_NOFILE (ulimit -n, LimitNOFILE=) is {most} and {descriptors} descriptors are \
-             needed: raise it"
+        Some(most) if most < needed => Err(format!(
+            "RLIMIT_NOFILE (ulimit -n, LimitNOFILE=) is {most} and {needed} descriptors are needed: \
+             raise it"
         )),
         _ => Ok(()),
     }

@@ -106,6 +106,9 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Pager(args) => args.serves(),
         _ => false,
     };
+    if owns_vm {
+        limits::check_service()?;
+    }
     let interrupts = Interrupts::install(owns_vm)?;
     output::wait_by(&interrupts, owns_vm);
     match &cli.command {

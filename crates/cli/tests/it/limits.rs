@@ -50,6 +50,20 @@ fn limits_of_the_process_are_told_at_the_start() {
 }
 
 #[test]
+fn a_command_that_serves_says_how_many_descriptors_it_needs() {
+    let dir = Dir::new();
+    for words in [
+        "receive --listen 127.0.0.1:0",
+        "tunnel --accept 127.0.0.1:0 --connect unix:/x",
+    ] {
+        let mut command = Command::new("sh");
+        command.args(["-c", "ulimit -n 8; exec \"$@\"", "sh", PAGEFERRY]);
+        let process = Process::start_by(command, &words.split(' ').collect::<Vec<_>>(), &dir);
+        process.end().assert_failed(LIMIT_TOO_LOW, "RLIMIT_NOFILE");
+    }
+}
+
+#[test]
 fn a_file_beyond_the_limit_is_an_error_of_a_write_and_ends_no_process() {
     let dir = Dir::new();
     let script = "ulimit -f 64; exec \"$@\"";
