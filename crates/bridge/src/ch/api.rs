@@ -206,11 +206,12 @@ impl Meeting {
 
     /// Makes the directory beside the API socket.
     pub(crate) fn beside(api: &Path) -> Result<Self, ChError> {
-        let failed = |e| {
-            ChError::io(
-                format!("cannot make a directory beside {}", api.display()),
-                e,
-            )
+        let failed = |e: std::io::Error| {
+            let what = match e.kind() {
+                std::io::ErrorKind::NotFound => "no API socket",
+                _ => "cannot make a directory beside",
+            };
+            ChError::io(format!("{what} {}", api.display()), e)
         };
         let (folder, owner) = Folder::beside(api).map_err(failed)?;
         Ok(Self {

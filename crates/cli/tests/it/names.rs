@@ -78,9 +78,10 @@ fn a_directory_that_others_may_write_to_takes_no_socket() {
     std::fs::create_dir(&sockets).unwrap();
     std::fs::set_permissions(&sockets, std::fs::Permissions::from_mode(0o777)).unwrap();
     let args = ["run", "--engine", "soft", "--memory", "16M"];
-    Process::start(&args, &dir)
-        .end()
-        .assert_failed(5, "other users may write to it; name a socket by --control");
+    Process::start(&args, &dir).end().assert_failed(
+        5,
+        "with mode 777: expected this user and mode 700; name a socket by --control",
+    );
     // A destination goes on without a socket that nobody asked for.
     let receive = Process::start(&["receive", "--listen", "127.0.0.1:0"], &dir);
     receive.wait_until_said("no control socket: ");

@@ -148,7 +148,6 @@ fn the_terminal_is_as_before_after_each_end() {
         Signal::VTALARM,
         Signal::PROF,
         Signal::XCPU,
-        Signal::XFSZ,
         Signal::IO,
         Signal::POWER,
         Signal::STKFLT,
