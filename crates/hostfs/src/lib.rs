@@ -1,18 +1,18 @@
 //! Sockets, directories and files that another user, another process or the next run may touch.
 //!
-//! **Guarantee.** A user who may change the directory gets what was made for him there, and nothing
-//! else: no swapped name or link makes this process give him another file. Nobody but the owner of a
-//! socket can connect, from the first moment on. Of two processes that want one path, one gets it,
-//! and a socket that somebody listens at is never taken away. What is made here goes when its value
-//! is dropped, if it is still there and still the same.
+//! **Guarantee.** A user who may change the directory gets the things that were made for him there,
+//! and nothing else: no swapped name or link makes this process give him another file. Nobody but
+//! the owner of a socket can connect, from the first moment on. Of two processes that want one
+//! path, one gets it, and a socket that somebody listens at is never taken away. Dropping a value
+//! removes its file or directory, if that is still there and still the same.
 //!
-//! **Mechanism.** A path is resolved once, to a descriptor of its directory. All that follows goes
-//! through that descriptor, and follows no link. What belongs to somebody else is made in a
-//! [`Folder`] that only this process can enter, gets its owner and mode there, and is then renamed to
-//! its place. Only a process that holds the lock of the directory (`flock(2)`) replaces a socket.
+//! **Mechanism.** A path is resolved once, to a descriptor of its directory. All later calls go
+//! through that descriptor, and follow no link. A socket of somebody else is made in a [`Folder`]
+//! that only this process can enter, gets its owner and mode there, and is then renamed to its
+//! place. Only a process that holds the lock of the directory (`flock(2)`) replaces a socket.
 //!
-//! **Neighbours.** Above: all rooms that listen at a path or meet a VMM in a directory. No other file
-//! calls `chown` or `chmod`, or binds a socket to a path.
+//! **Neighbours.** Above: all rooms that listen at a path or meet a VMM in a directory. No other
+//! room calls `chown` or `chmod`, or binds a socket to a path.
 
 mod folder;
 mod socket;

@@ -277,7 +277,7 @@ proptest! {
         channels in 1_usize..5,
     ) {
         let [rate, delay, jitter] = [rate, delay, jitter].map(|ln| ln.exp() as u64);
-        let mut run = Run::new(Link { rate, delay, jitter, burst: 0 }, channels);
+        let mut run = Run::new(link(rate, delay, jitter), channels);
         run.run(10 * SECOND);
         let seen = run.run(8 * SECOND);
         let share = seen.delivered as f64 / (8 * rate) as f64;
@@ -286,14 +286,18 @@ proptest! {
     }
 }
 
+fn link(rate: u64, delay: u64, jitter: u64) -> Link {
+    Link {
+        rate,
+        delay,
+        jitter,
+        burst: 0,
+    }
+}
+
 #[test]
 fn a_longer_route_is_noticed() {
-    let near = Link {
-        rate: 125_000_000,
-        delay: 20_000,
-        jitter: 0,
-        burst: 0,
-    };
+    let near = link(125_000_000, 20_000, 0);
     let mut run = Run::new(near, 1);
     run.run(3 * SECOND);
     run.check(0.9).unwrap();
@@ -304,12 +308,7 @@ fn a_longer_route_is_noticed() {
 
 #[test]
 fn urgent_pages_on_the_same_link_are_no_jitter() {
-    let link = Link {
-        rate: 12_500_000,
-        delay: 10_000,
-        jitter: 0,
-        burst: 0,
-    };
+    let link = link(12_500_000, 10_000, 0);
     let mut run = Run::new(link, 1);
     (run.asks, run.urgent) = (500_000, PAGE_BYTES as u64);
     run.run(3 * SECOND);
@@ -320,12 +319,7 @@ fn urgent_pages_on_the_same_link_are_no_jitter() {
 
 #[test]
 fn a_push_takes_the_link_while_nobody_asks() {
-    let link = Link {
-        rate: 125_000_000,
-        delay: 100_000,
-        jitter: 1_000_000,
-        burst: 0,
-    };
+    let link = link(125_000_000, 100_000, 1_000_000);
     let mut run = Run::new(link, 1);
     run.asks = SECOND / 10;
     run.run(3 * SECOND);
