@@ -1,7 +1,7 @@
 //! Directories of this process, in directories that others may own.
 
 use crate::{Owner, SocketFile, identity, kind, open_directory, socket, split};
-use rustix::fs::{AtFlags, Dir, FileType, Gid, Mode, OFlags, Uid, fstat, openat, statat, unlinkat};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, fstat, openat, statat, unlinkat};
 use rustix::io::Errno;
 use std::ffi::{CStr, OsStr};
 use std::fs::File;
@@ -67,8 +67,7 @@ impl Folder {
                 Err(Errno::EXIST) => continue,
                 Err(why) => return Err(why),
             }
-            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            let directory = openat(&parent, &name, flags, Mode::empty())?;
+            let directory = enter(&parent, &name)?;
             // The owner of the parent may have swapped it. He has none that is ours alone.
             let found = fstat(&directory)?;
             let is_private = found.st_mode & 0o7777 == 0o700
@@ -93,13 +92,13 @@ impl Folder {
         &self.path
     }
 
-    /// Makes a listening socket in it, for `owner`. It is close-on-exec and blocks.
+    /// Makes a listening socket in it, for `owner`. It is close-on-exec and does not block.
     ///
     /// # Errors
     /// When the host refuses, or the name is taken.
     pub fn listen(&self, name: &str, owner: &Owner) -> io::Result<(UnixListener, SocketFile)> {
-        let directory = self.directory.try_clone()?;
-        Ok(socket::make(directory, name.as_ref(), &self.path, owner)?)
+        let made = socket::make(&self.directory, name.as_ref(), &self.path, owner);
+        Ok(made?)
     }
 
     /// Makes a file of mode 0600 in it, for `owner`, and opens it for writing.
@@ -163,10 +162,7 @@ impl Drop for Folder {
 /// # Errors
 /// When the host refuses: only root may.
 pub fn give(file: impl AsFd, owner: &Owner) -> io::Result<()> {
-    let (user, group) = (
-        owner.user.map(Uid::from_raw),
-        owner.group.map(Gid::from_raw),
-    );
+    let (user, group) = owner.ids();
     Ok(rustix::fs::fchown(file, user, group)?)
 }
 
@@ -199,8 +195,7 @@ pub fn own_directory(path: &Path) -> Result<(), OwnError> {
             Ok(()) | Err(Errno::EXIST) => {}
             Err(why) => return Err(why),
         }
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        fstat(openat(&parent, name, flags, Mode::empty())?)
+        fstat(enter(&parent, name)?)
     };
     let found = open().map_err(io::Error::from)?;
     let (owner, mode) = (found.st_uid, found.st_mode & 0o777);
@@ -215,11 +210,16 @@ pub fn remove_directory(path: &Path) {
     let Ok((parent, name)) = split(path) else {
         return;
     };
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    if let Ok(directory) = openat(&parent, name, flags, Mode::empty()) {
+    if let Ok(directory) = enter(&parent, name) {
         empty(directory.as_fd(), MOST_DEPTH);
         let _ = unlinkat(&parent, name, AtFlags::REMOVEDIR);
     }
+}
+
+/// Opens a directory in another. A link is refused.
+fn enter(parent: impl AsFd, name: impl rustix::path::Arg) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat(parent, name, flags, Mode::empty())
 }
 
 /// Removes the contents of a directory, as far as the host lets it. It follows no link.
@@ -236,8 +236,7 @@ fn empty(directory: BorrowedFd<'_>, depth: usize) {
         if unlinkat(directory, name, AtFlags::empty()) != Err(Errno::ISDIR) || depth == 0 {
             continue;
         }
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        if let Ok(below) = openat(directory, name, flags, Mode::empty()) {
+        if let Ok(below) = enter(directory, name.as_c_str()) {
             empty(below.as_fd(), depth - 1);
         }
         let _ = unlinkat(directory, name, AtFlags::REMOVEDIR);

@@ -22,7 +22,7 @@ mod tests;
 pub use folder::{Folder, OwnError, give, own_directory, remove_directory};
 pub use socket::{ListenError, SocketFile, listen_at};
 
-use rustix::fs::{FileType, Mode, OFlags, Stat};
+use rustix::fs::{FileType, Gid, Mode, OFlags, Stat, Uid};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsStr;
@@ -50,6 +50,12 @@ impl Default for Owner {
             group: None,
             mode: 0o600,
         }
+    }
+}
+
+impl Owner {
+    fn ids(&self) -> (Option<Uid>, Option<Gid>) {
+        (self.user.map(Uid::from_raw), self.group.map(Gid::from_raw))
     }
 }
 

@@ -3,8 +3,8 @@
 use crate::folder::path_in;
 use crate::{Folder, Owner, identity, kind, split};
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Gid, Mode, RenameFlags, Uid, chmodat, chownat, fchmod,
-    flock, renameat_with, statat, unlinkat,
+    AtFlags, FileType, FlockOperation, Mode, RenameFlags, chmodat, chownat, fchmod, flock,
+    renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
 use rustix::net::{
@@ -74,7 +74,7 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at `path`. The socket is close-on-exec and blocks. It replaces a socket that nobody
+/// Listens at `path`. The socket is close-on-exec and does not block. It replaces a socket that nobody
 /// listens at.
 ///
 /// # Errors
@@ -88,20 +88,16 @@ pub fn listen_at(path: &Path, owner: &Owner) -> Result<(UnixListener, SocketFile
         return Err(ListenError::TooLong(path.to_owned()));
     }
     let (parent, name) = split(path).map_err(refused)?;
-    // Released when the descriptor is closed, also by a kill.
-    let held = parent.try_clone().map_err(|why| ListenError::Refused {
-        path: path.to_owned(),
-        why,
-    })?;
-    lock(&held).map_err(refused)?;
+    // Released when the process ends, also by a kill.
+    lock(&parent).map_err(refused)?;
     let made = replace(&parent, name, path).and_then(|()| {
         let folder = path.parent().unwrap_or(Path::new(""));
-        make(parent, name, folder, owner).map_err(|errno| match errno {
+        make(&parent, name, folder, owner).map_err(|errno| match errno {
             Errno::EXIST | Errno::ADDRINUSE => ListenError::InUse(path.to_owned()),
             errno => refused(errno),
         })
     });
-    let _ = flock(&held, FlockOperation::Unlock);
+    let _ = flock(&parent, FlockOperation::Unlock);
     made
 }
 
@@ -132,10 +128,7 @@ fn replace(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), ListenErro
     }
     let address = SocketAddrUnix::new(path_in(parent.as_fd(), name)).map_err(refused)?;
     // It does not wait: a full backlog is a listener too.
-    match connect(
-        new_socket(SocketFlags::NONBLOCK).map_err(refused)?,
-        &address,
-    ) {
+    match connect(new_socket().map_err(refused)?, &address) {
         Err(Errno::NOENT) => Ok(()),
         Err(Errno::CONNREFUSED) => match unlinkat(parent, name, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
@@ -145,19 +138,20 @@ fn replace(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), ListenErro
     }
 }
 
-fn new_socket(flags: SocketFlags) -> Result<OwnedFd, Errno> {
-    let flags = flags | SocketFlags::CLOEXEC;
+fn new_socket() -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
 }
 
 /// Makes a listening socket of that name in `parent`, whose path is `folder`.
 pub(crate) fn make(
-    parent: OwnedFd,
+    parent: &OwnedFd,
     name: &OsStr,
     folder: &Path,
     owner: &Owner,
 ) -> Result<(UnixListener, SocketFile), Errno> {
-    let socket = new_socket(SocketFlags::empty())?;
+    let clone = || parent.try_clone().map_err(|_| Errno::MFILE);
+    let socket = new_socket()?;
     // Linux gives the file the mode of the socket's inode, less the umask (net/unix/af_unix.c,
     // unix_bind_bsd). So nobody else can ever connect.
     fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
@@ -170,23 +164,20 @@ pub(crate) fn make(
     if is_mine && owner.mode == 0o600 {
         bind(&socket, &SocketAddrUnix::new(folder.join(name))?)?;
     } else {
-        let own = Folder::new(parent.try_clone().map_err(|_| Errno::MFILE)?, folder)?;
+        let own = Folder::new(clone()?, folder)?;
         bind(&socket, &SocketAddrUnix::new(path_in(own.as_fd(), name))?)?;
         // Nobody else can enter the folder, so the name is still this socket's.
-        let (user, group) = (
-            owner.user.map(Uid::from_raw),
-            owner.group.map(Gid::from_raw),
-        );
+        let (user, group) = owner.ids();
         chownat(&own, name, user, group, AtFlags::SYMLINK_NOFOLLOW)?;
         let mode = Mode::from_raw_mode(owner.mode & 0o777);
         chmodat(&own, name, mode, AtFlags::empty())?;
-        renameat_with(&own, name, &parent, name, RenameFlags::NOREPLACE)?;
+        renameat_with(&own, name, parent, name, RenameFlags::NOREPLACE)?;
     }
-    let found = statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
+    let found = statat(parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
     let file = SocketFile {
         identity: identity(&found),
         name: name.to_owned(),
-        parent,
+        parent: clone()?,
         stays: false,
     };
     listen(&socket, BACKLOG)?;

@@ -226,7 +226,6 @@ impl Meeting {
         let (listener, file) = self.folder.listen(Self::SOCKET, &self.owner)?;
         // It goes with the directory.
         file.keep();
-        listener.set_nonblocking(true)?;
         Ok(listener)
     }
 

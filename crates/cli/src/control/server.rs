@@ -74,7 +74,6 @@ impl Server {
     pub(crate) fn start(path: &Path, service: Arc<dyn Service>) -> Result<Self, Failure> {
         let (listener, file) = bind("control", path)?;
         let cannot = |e| Failure::os("cannot serve the control socket", e);
-        listener.set_nonblocking(true).map_err(cannot)?;
         Self::spawn("control", Some(file), move |stop| {
             accept(&listener, &service, stop);
         })

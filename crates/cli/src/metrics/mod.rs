@@ -74,7 +74,6 @@ fn listen(address: &Address) -> Result<(Listener, Option<SocketFile>), Failure> 
     match address {
         Address::Unix(path) => {
             let (listener, file) = bind("metrics", path)?;
-            listener.set_nonblocking(true).map_err(cannot)?;
             output::note(&format!("metrics on {address}"));
             Ok((Listener::Unix(listener), Some(file)))
         }

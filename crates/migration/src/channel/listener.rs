@@ -96,9 +96,6 @@ impl Listener {
             ListenError::Refused { why, .. } => OpenError::from_os(address, why),
             _ => OpenError::from_os(address, Errno::NAMETOOLONG.into()),
         })?;
-        socket
-            .set_nonblocking(true)
-            .map_err(|why| OpenError::from_os(address, why))?;
         Ok(Self {
             socket: socket.into(),
             address: address.clone(),
