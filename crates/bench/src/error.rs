@@ -20,7 +20,7 @@ pub(crate) enum BenchError {
     Guest(#[from] pageferry_guest::GuestError),
     /// A socket failed.
     #[error(transparent)]
-    Channel(#[from] pageferry_migration::channel::ChannelError),
+    Channel(#[from] pageferry_transport::channel::ChannelError),
     /// The other process failed, or sent an unexpected line.
     #[error("the benchmark's other process: {0}")]
     Peer(String),

@@ -11,11 +11,11 @@ use crate::vm::{Faults, LIMIT, Vm, create, fill, isa_of, toucher};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::{TouchOrder, Workload};
 use pageferry_machine::{Backing, Engine, MachineSpec, VcpuThreads};
-use pageferry_migration::channel::Listener;
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationReport, Observer, Phase, PlainPolicy, Resolver,
     Route, SourceConfig, SourceSession, Switch, Unobserved, migrate,
 };
+use pageferry_transport::channel::Listener;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::{Duration, Instant};

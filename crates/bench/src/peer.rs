@@ -6,8 +6,8 @@
 use crate::BenchError;
 use crate::error::os;
 use pageferry_hosts::{Host, TwoHosts, netns};
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::{Connection, Listener, Wait};
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::{Connection, Listener, Wait};
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use serde::{Serialize, de::DeserializeOwned};
 use std::io::{BufRead, BufReader, Lines, Write};
@@ -107,7 +107,7 @@ pub(crate) fn listen(host: IpAddr) -> Result<Listener, BenchError> {
         host: host.to_string(),
         port: 0,
     };
-    Ok(Listener::bind(&address).map_err(pageferry_migration::channel::ChannelError::from)?)
+    Ok(Listener::bind(&address).map_err(pageferry_transport::channel::ChannelError::from)?)
 }
 
 pub(crate) fn accept_one(host: IpAddr) -> Result<Connection, BenchError> {

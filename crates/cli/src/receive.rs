@@ -22,8 +22,9 @@ use pageferry_harness::size;
 use pageferry_machine::{CpuModel, Delivery, EngineChoice, kvm};
 use pageferry_migration::{
     ChannelError, Destination, DestinationConfig, DestinationFailure, DestinationReport,
-    DestinationVm, Incoming, Listener, MigrationError, Offer, Quota, Resolver, Stranger,
+    DestinationVm, Incoming, Listener, MigrationError, Offer, Resolver, Stranger,
 };
+use pageferry_transport::Quota;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};

@@ -11,7 +11,7 @@ use crate::vm::{Devices, Disks, GuestDescription, Vm, check_backing};
 use crate::{detach, sockets};
 use pageferry_harness::size;
 use pageferry_machine::{CpuModel, Engine, EngineChoice, Linux, kvm};
-use pageferry_migration::read_regular_file;
+use pageferry_transport::tls::read_regular_file;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -6,10 +6,8 @@
 //! keep is bounded: an answer beyond [`MAX_ANSWERS`] is an error, and so is a first frame that is
 //! longer than any that opens a session.
 
-use crate::channel::{ChannelError, Connection, Origin};
 use crate::error::MigrationError;
 use crate::limits::Silence;
-use crate::nap::sleep_on;
 use crate::outbox::Outbox;
 use crate::protocol_error::ProtocolError;
 use crate::report::Protected;
@@ -17,6 +15,8 @@ use crate::session::{ChannelId, Generation};
 use crate::wire::{
     Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DEVICE_STATES_BYTES, Role, Side, WireError,
 };
+use pageferry_transport::channel::{ChannelError, Connection, Origin};
+use pageferry_transport::sleep_on;
 use rustix::event::{PollFd, PollFlags};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -157,7 +157,7 @@ impl ControlLink {
     /// What protects this channel, and whom it reaches.
     pub(crate) fn protection(&self) -> Protected {
         Protected {
-            version: self.connection.version,
+            version: self.connection.version(),
             tls: self.connection.is_tls(),
             peer_name: self.connection.tls_name(),
         }
@@ -422,7 +422,7 @@ mod tests {
     fn a_peer_whose_bytes_wait_to_be_received_is_not_silent() {
         let (mut link, far) = link();
         let patience = Duration::from_millis(5);
-        let wait = crate::channel::Wait::block("Alive");
+        let wait = pageferry_transport::channel::Wait::block("Alive");
         let mut bytes = Vec::new();
         Frame::Alive.encode(&mut bytes).unwrap();
         far.write_all(&bytes, &wait).unwrap();
@@ -457,7 +457,8 @@ mod tests {
         let mut bytes = Vec::new();
         long().encode(&mut bytes).unwrap();
         let reader = std::thread::spawn(move || {
-            let wait = crate::channel::Wait::block("frames").within(Duration::from_secs(60));
+            let wait =
+                pageferry_transport::channel::Wait::block("frames").within(Duration::from_secs(60));
             let mut received = vec![0; 8 * bytes.len()];
             for some in received.chunks_mut(32 << 10) {
                 std::thread::sleep(Duration::from_millis(1));

@@ -1,13 +1,13 @@
 //! The reason for a failed migration. [`SourceFailure`](crate::SourceFailure) and
 //! [`DestinationFailure`](crate::DestinationFailure) say where the VM is then.
 
-use crate::channel::{ChannelError, TlsError};
 use crate::cpus::CpuListError;
-use crate::handshake::HandshakeError;
 use crate::protocol_error::ProtocolError;
 use crate::settings::SettingsError;
 use crate::wire::{ErrorCode, ErrorMessage, Frame, Status, Text, WireError};
 use pageferry_machine::MachineError;
+use pageferry_transport::channel::{ChannelError, TlsError};
+use pageferry_transport::handshake::HandshakeError;
 use pageferry_userfault::OutOfMemory;
 use std::io;
 
@@ -105,6 +105,11 @@ fn and_last_loss(last_loss: Option<&str>) -> String {
 impl MigrationError {
     /// The reason of a side that had no connection for longer than its limit.
     pub(crate) const NO_CONNECTION: &str = "there was no connection for too long";
+
+    /// No descriptor is left.
+    pub(crate) fn eventfd(source: io::Error) -> Self {
+        Self::os("cannot create an eventfd", source)
+    }
 
     pub(crate) fn os(what: &'static str, source: impl Into<io::Error>) -> Self {
         Self::Os {

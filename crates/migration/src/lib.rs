@@ -9,8 +9,8 @@
 //! outlives its connections. A connection is a *channel*: one for control, one or more *bulk*
 //! channels for pages in the background, and one or more *urgent* channels for pages that vCPUs
 //! wait for. The ledger of the source knows which pages are unsent, in flight or acknowledged.
-//! `wire` has the byte formats, `handshake` opens channels, `channel` moves bytes with or without
-//! TLS, and [`Phase`] has the phases in their order.
+//! `wire` has the byte formats, the crate `transport` opens channels and moves bytes, and [`Phase`]
+//! has the phases in their order.
 //!
 //! | phase | source | destination |
 //! |---|---|---|
@@ -20,13 +20,10 @@
 //! | post-copy | answers requests and pushes the rest | requests the pages that its vCPUs touch |
 //! | completion | knows that every page has a receipt | confirms it |
 //!
-//! **Neighbours.** Below: `machine` (the VM) and `userfault` (page states). Above: `harness`,
+//! **Neighbours.** Below: `machine` (the VM), `userfault` (page states) and `transport` (channels). Above: `harness`,
 //! `bench` and `cli`. This crate must not know which engine runs the guest, nor what the guest
 //! does.
 
-pub mod address;
-mod bell;
-pub mod channel;
 mod clock;
 mod control;
 mod cpus;
@@ -35,17 +32,13 @@ mod destination;
 pub mod devices;
 mod error;
 mod file;
-pub mod handshake;
 mod latency;
 mod ledger;
 mod limits;
-mod mailbox;
-mod nap;
 mod orphan;
 mod outbox;
 mod phase;
 mod protocol_error;
-mod quota;
 mod report;
 mod saved;
 #[doc(hidden)]
@@ -59,11 +52,6 @@ mod vm;
 pub mod wire;
 
 // Hidden modules are no interface: the tests, the benchmarks and the fuzz targets use them.
-pub use channel::{
-    ChannelError, Connection, Listener, OpenError, Spinner, TLS_VERSION, Tls, TlsError,
-};
-#[cfg(feature = "tls")]
-pub use channel::{Pem, TlsFiles, TlsPem};
 pub use clock::monotonic;
 pub use cpus::{CpuList, CpuListError};
 pub use destination::{
@@ -71,17 +59,18 @@ pub use destination::{
     Resolver, new_histogram,
 };
 pub use error::MigrationError;
-pub use handshake::{HandshakeError, PlainPolicy, Stranger, StrangerError};
 pub use latency::prefer_short_slices;
 pub use ledger::{ReceiptError, TakesBack};
 pub use limits::{Limits, Silence};
-pub use mailbox::Mailbox;
-pub use nap::sleep_on;
 pub use orphan::Orphan;
-pub use pageferry_tls::read_regular_file;
+pub use pageferry_transport::{
+    ChannelError, Connection, HandshakeError, Listener, OpenError, PlainPolicy, Stranger,
+    StrangerError, Tls, TlsError, address, channel, handshake,
+};
+#[cfg(feature = "tls")]
+pub use pageferry_transport::{Pem, TlsFiles, TlsPem};
 pub use phase::{Observer, Phase, Unobserved};
 pub use protocol_error::ProtocolError;
-pub use quota::Quota;
 pub use report::{
     DestinationReport, DeviceFigures, FaultRecord, PageCounts, PassFigures, PhaseStart,
     PrefetchCounts, Protected, SourceReport, StallRow, StallStage, StallTimes,

@@ -1,6 +1,6 @@
 //! The time limits of a session.
 
-use crate::handshake::HELLO_LIMIT;
+use pageferry_transport::handshake::HELLO_LIMIT;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -25,10 +25,10 @@
 
 use crate::error::MigrationError;
 use crate::file::{damaged, next};
-use crate::handshake::{Identity, Secret};
 use crate::session::Generation;
 use crate::session::destination::Stage;
 use crate::wire::{Frame, SECRET_BYTES, SessionId, Setup};
+use pageferry_transport::handshake::{Identity, Secret};
 
 const MAGIC: &[u8; 8] = b"PFORPHN\x01";
 /// The generations of one process of a source. None opens so many.

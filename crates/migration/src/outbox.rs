@@ -1,7 +1,7 @@
 //! Bytes on their way to a peer that may not take them yet.
 
-use crate::channel::Connection;
 use crate::error::MigrationError;
+use pageferry_transport::channel::Connection;
 use std::time::{Duration, Instant};
 
 /// Messages in their order. No call waits.

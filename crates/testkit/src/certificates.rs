@@ -1,5 +1,6 @@
 //! Certificates for one test, in files of a directory that goes with them.
 
+use pageferry_transport::{Protection, TlsFiles};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, date_time_ymd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -78,10 +79,30 @@ pub struct Side {
 }
 
 impl Side {
+    /// Its files, as a side of TLS takes them.
+    #[must_use]
+    pub fn files(&self, peer_name: Option<&str>) -> TlsFiles {
+        TlsFiles {
+            cert: self.path("cert.pem"),
+            key: self.path("key.pem"),
+            ca: self.path("ca.pem"),
+            peer_name: peer_name.map(ToOwned::to_owned),
+        }
+    }
+
+    /// TLS by its files.
+    ///
+    /// # Panics
+    /// When the files do not serve.
+    #[must_use]
+    pub fn protection(&self, peer_name: Option<&str>) -> Protection {
+        Protection::Tls(self.files(peer_name).load().unwrap())
+    }
+
     fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("pageferry-tls-{}-{number}", std::process::id());
+        let name = format!("pageferry-certificates-{}-{number}", std::process::id());
         let directory = std::env::temp_dir().join(name);
         std::fs::create_dir_all(&directory).unwrap();
         Self { directory }

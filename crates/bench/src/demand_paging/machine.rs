@@ -16,8 +16,8 @@ use pageferry_harness::{start_of, write_image};
 use pageferry_machine::{
     ArmOptions, Delivery, Engine, Exit, FaultEvents, GuestRam, MachineSpec, Vcpu,
 };
-use pageferry_migration::channel::Spinner;
 use pageferry_migration::{FAULT_SPIN, prefer_short_slices};
+use pageferry_transport::channel::Spinner;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::os::fd::BorrowedFd;

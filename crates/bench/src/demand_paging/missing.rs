@@ -14,7 +14,7 @@ use crate::BenchError;
 use crate::vm::LIMIT;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_migration::FAULT_SPIN;
-use pageferry_migration::channel::Spinner;
+use pageferry_transport::channel::Spinner;
 use pageferry_userfault::{Claim, PageBitmap, PageStates, Waiters};
 use std::io;
 use std::ops::Range;

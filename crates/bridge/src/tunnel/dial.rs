@@ -3,11 +3,11 @@
 use super::session::{Letter, NotDialled};
 use super::status::Failure;
 use super::{Config, Letters};
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::ChannelError;
-use pageferry_migration::handshake::{HandshakeError, Identity, dial};
-use pageferry_migration::wire::ChannelKey;
 use pageferry_migration::{Role, Status};
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::ChannelError;
+use pageferry_transport::handshake::{HandshakeError, Identity, dial};
+use pageferry_transport::wire::ChannelKey;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -3,11 +3,12 @@
 use super::session::{Board, Letter, Place, Routes, Session};
 use super::status::{Event, Observer, SessionState, StartError};
 use super::{Config, Letters, MAX_CHANNELS, Route};
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::OpenError;
-use pageferry_migration::handshake::{Acceptor, Arrival, Expected, Router, Secret, Stranger};
-use pageferry_migration::wire::{ChannelKey, Hello, SessionId};
-use pageferry_migration::{Listener, Mailbox, Quota, Role, Status};
+use pageferry_migration::{Listener, Role, Status};
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::OpenError;
+use pageferry_transport::handshake::{Acceptor, Arrival, Expected, Router, Secret, Stranger};
+use pageferry_transport::wire::{ChannelKey, Hello, SessionId};
+use pageferry_transport::{Mailbox, Quota};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

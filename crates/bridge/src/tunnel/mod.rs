@@ -49,9 +49,10 @@ pub use recognise::Kind;
 pub use status::{Event, Failure, Observer, SessionState, StartError};
 
 use pageferry_hostfs::Owner;
-use pageferry_migration::address::Address;
-use pageferry_migration::handshake::{PlainPolicy, Protection};
-use pageferry_migration::{Mailbox, Name, Tls, TlsError};
+use pageferry_migration::{Name, Tls, TlsError};
+use pageferry_transport::Mailbox;
+use pageferry_transport::address::Address;
+use pageferry_transport::handshake::{PlainPolicy, Protection};
 use session::{Board, Letter};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

@@ -4,8 +4,8 @@ use pageferry_bridge::tunnel::{
     Config, Event, Failure, Far, Limits, Near, Observer, Route, SessionState,
 };
 use pageferry_migration::Listener;
-use pageferry_migration::address::Address;
 use pageferry_testkit::Random;
+use pageferry_transport::address::Address;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr};
 use std::os::unix::net::{UnixListener, UnixStream};

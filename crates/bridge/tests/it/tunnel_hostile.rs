@@ -3,17 +3,17 @@
 use crate::scene::{LIMIT, Log, Scene, Scratch, calm, exchange, loopback, quick, route, window};
 use pageferry_bridge::tunnel::record::{Delivered, MAX_STREAMS, Record, Start};
 use pageferry_bridge::tunnel::{Config, Event, Failure, Far, Near};
-use pageferry_migration::channel::{ChannelError, OpenError, Wait};
-use pageferry_migration::handshake::{
-    Acceptor, Arrival, Expected, HandshakeError, Identity, PlainPolicy, Protection, Router, Secret,
-    Stranger, dial,
-};
 use pageferry_migration::wire::{ChannelKey, Hello};
 use pageferry_migration::{
     Connection, Destination, DestinationConfig, Listener, Role, Status, TlsFiles,
 };
 use pageferry_testkit::certificates::{Authority, Side, Validity};
 use pageferry_testkit::wait_until;
+use pageferry_transport::channel::{ChannelError, OpenError, Wait};
+use pageferry_transport::handshake::{
+    Acceptor, Arrival, Expected, HandshakeError, Identity, PlainPolicy, Protection, Router, Secret,
+    Stranger, dial,
+};
 use std::io::Read;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};

@@ -22,8 +22,9 @@ use pageferry_harness::size;
 use pageferry_machine::Backing;
 use pageferry_migration::{
     Destination, DestinationReport, Incoming, Observer, Phase, Route, SourceConfig, SourceReport,
-    SourceSession, TLS_VERSION, check,
+    SourceSession, check,
 };
+use pageferry_transport::TLS_VERSION;
 use serde_json::json;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

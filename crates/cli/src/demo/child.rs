@@ -11,7 +11,7 @@ use crate::exit::{Exit, Failure};
 use crate::signals::Interrupts;
 use pageferry_hostfs::Folder;
 use pageferry_machine::{Delivery, Engine};
-use pageferry_migration::address::Address;
+use pageferry_transport::address::Address;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::Value;
 use std::fs::File;

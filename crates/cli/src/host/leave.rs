@@ -11,10 +11,10 @@ use crate::report::{Conditions, Report, Sent};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
 use crate::vm::Vm;
-use pageferry_migration::address::Address;
 use pageferry_migration::{
     Route, SessionStatus, SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm,
 };
+use pageferry_transport::address::Address;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 

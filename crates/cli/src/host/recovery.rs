@@ -4,7 +4,8 @@ use super::service::{address, refuse};
 use super::state::{Activity, Host};
 use super::watch::has_switched_over;
 use crate::exit::{Exit, Failure, of_listen};
-use pageferry_migration::{Listener, Route, SessionStatus, TLS_VERSION};
+use pageferry_migration::{Listener, Route, SessionStatus};
+use pageferry_transport::TLS_VERSION;
 use serde_json::{Value, json};
 use std::time::Duration;
 

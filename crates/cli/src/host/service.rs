@@ -17,10 +17,11 @@ use crate::report::{Report, Verified};
 use crate::signals::Interrupts;
 use crate::vm::{PAUSE_LIMIT, Vm};
 use pageferry_machine::Console;
-use pageferry_migration::address::Address;
 use pageferry_migration::{
-    Phase, Route, SettingsError, SourceFailure, SourceSession, SourceVm, TLS_VERSION, check,
+    Phase, Route, SettingsError, SourceFailure, SourceSession, SourceVm, check,
 };
+use pageferry_transport::TLS_VERSION;
+use pageferry_transport::address::Address;
 use serde_json::{Value, json};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, MutexGuard, TryLockError};

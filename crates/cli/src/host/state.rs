@@ -5,10 +5,10 @@ use crate::progress::Feed;
 use crate::report::{Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::vm::Vm;
-use pageferry_migration::address::Address;
 use pageferry_migration::{
     Destination, Phase, SessionStatus, SourceConfig, SourceSession, StallRow,
 };
+use pageferry_transport::address::Address;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};

@@ -17,7 +17,7 @@ use crate::control::server::{Client, Idle, Server, bind, make_room};
 use crate::exit::{Exit, Failure};
 use crate::output;
 use pageferry_hostfs::SocketFile;
-use pageferry_migration::address::Address;
+use pageferry_transport::address::Address;
 use request::{MAX_HEAD_BYTES, Refusal, check, head_end};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};

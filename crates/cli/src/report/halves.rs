@@ -7,8 +7,9 @@ use pageferry_addr::RamPage;
 use pageferry_machine::Backing;
 use pageferry_migration::{
     DestinationReport, PageCounts, PassFigures, PhaseStart, PrefetchCounts, Protected,
-    SourceReport, StallRow, StallStage, StallTimes, TLS_VERSION,
+    SourceReport, StallRow, StallStage, StallTimes,
 };
+use pageferry_transport::TLS_VERSION;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 

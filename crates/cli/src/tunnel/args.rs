@@ -5,7 +5,7 @@ use clap::{ArgGroup, Args};
 use pageferry_bridge::tunnel::{Config, Limits, MAX_CHANNELS, Route};
 use pageferry_harness::size;
 use pageferry_migration::Tls;
-use pageferry_migration::address::Address;
+use pageferry_transport::address::Address;
 use std::path::PathBuf;
 use std::time::Duration;
 

@@ -3,14 +3,14 @@
 
 use crate::support::peer::{Peer, nobody, once};
 use crate::support::{Destination, Dir, Ended, Process, Source, pageferry};
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::{Connection, Wait};
-use pageferry_migration::handshake::{HandshakeError, Identity, PlainPolicy, Protection, dial};
 use pageferry_migration::wire::{
     ChannelKey, Frame, FrameHeader, FrameType, HEADER_BYTES, HELLO_BYTES, Hello, HelloReply, Role,
     Setup, Side, Status, VERSION,
 };
 use pageferry_testkit::{LIMIT, wait_for, wait_until};
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::{Connection, Wait};
+use pageferry_transport::handshake::{HandshakeError, Identity, PlainPolicy, Protection, dial};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;

@@ -1,11 +1,11 @@
 //! The reader of one bulk channel: it places the pages of each frame, and sends a receipt.
 
 use super::place::{Inbound, Placer};
-use crate::channel::{Connection, Wait};
 use crate::error::MigrationError;
 use crate::limits::Patience;
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use crate::wire::{Frame, FrameHeader, FrameType, HEADER_BYTES, Role, Side};
+use pageferry_transport::channel::{Connection, Wait};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 

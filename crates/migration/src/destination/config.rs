@@ -1,12 +1,12 @@
 //! The destination's configuration, the offer of a source, and the report of a failed migration.
 
-use crate::channel::Tls;
 use crate::cpus::CpuList;
 use crate::error::MigrationError;
-use crate::handshake::PlainPolicy;
 use crate::limits::Limits;
 use crate::wire::Kind;
 use pageferry_machine::{ArmOptions, Delivery};
+use pageferry_transport::channel::Tls;
+use pageferry_transport::handshake::PlainPolicy;
 use std::fmt;
 
 /// The destination's configuration.

@@ -13,16 +13,15 @@
 //! useless, so there is at most one for each channel of the session.
 
 use super::shared::Letter;
-use crate::channel::{Connection, OpenError};
 use crate::control::ControlLink;
 use crate::error::MigrationError;
-use crate::handshake::{
-    Admission, Arrival, Expected, Identity, Router, Secret, Stranger, StrangerError, place_to_take,
-};
-use crate::mailbox::Mailbox;
-use crate::quota::Quota;
 use crate::sync::{AtomicU64, Ordering};
 use crate::wire::{ChannelKey, Frame, Hello, Role, SessionId, Side, Status};
+use pageferry_transport::channel::{Connection, OpenError};
+use pageferry_transport::handshake::{
+    Admission, Arrival, Expected, Identity, Router, Secret, Stranger, StrangerError, place_to_take,
+};
+use pageferry_transport::{Bell, Mailbox, Quota};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -49,11 +48,7 @@ impl Candidate {
     }
 
     fn stranger(&self, why: StrangerError) -> Stranger {
-        Stranger {
-            peer: self.control.peer().to_owned(),
-            why,
-            left_out: 0,
-        }
+        Stranger::new(self.control.peer().to_owned(), why)
     }
 }
 
@@ -86,7 +81,7 @@ pub(super) struct Desk {
     state: Mutex<State>,
     pub(super) letters: Arc<Mailbox<Letter>>,
     /// Rings when a session begins to wait.
-    pub(super) arrivals: crate::bell::Bell,
+    pub(super) arrivals: Bell,
     on_stranger: OnStranger,
     /// The strangers so far.
     strangers: AtomicU64,
@@ -101,8 +96,8 @@ impl Desk {
     pub(super) fn new(on_stranger: OnStranger, hello: Duration) -> Result<Self, MigrationError> {
         Ok(Self {
             state: Mutex::default(),
-            letters: Arc::new(Mailbox::new()?),
-            arrivals: crate::bell::Bell::new()?,
+            letters: Arc::new(Mailbox::new().map_err(MigrationError::eventfd)?),
+            arrivals: Bell::new().map_err(MigrationError::eventfd)?,
             on_stranger,
             strangers: AtomicU64::new(0),
             quota: Quota::new(),
@@ -309,11 +304,10 @@ impl Router for Desk {
     }
 
     fn cannot_accept(&self, error: &OpenError) {
-        self.stranger(Stranger {
-            peer: "this host".into(),
-            why: StrangerError::NotAccepted(error.to_string()),
-            left_out: 0,
-        });
+        self.stranger(Stranger::new(
+            "this host".into(),
+            StrangerError::NotAccepted(error.to_string()),
+        ));
     }
 }
 

@@ -17,12 +17,12 @@
 
 use super::core::Core;
 use super::pieces::Pieces;
-use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::sync::{AtomicBool, Ordering, fence};
 use pageferry_addr::{PageSize, RamPage};
 use pageferry_machine::{FaultEvent, FaultEvents};
+use pageferry_transport::channel::Spinner;
 use pageferry_userfault::Claim;
 use std::time::Duration;
 

@@ -58,16 +58,12 @@ use self::core::Core;
 use self::desk::Desk;
 use self::place::Inbound;
 use self::shared::Letter;
-use crate::address::Address;
-use crate::channel::Listener;
 use crate::control::{ControlLink, LostChannels, PendingLoss};
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
-use crate::handshake::{Acceptor, Protection, Stranger};
 use crate::ledger::runs;
 use crate::limits::{Limits, Patience};
 use crate::phase::{Observer, Phase};
-use crate::quota::Quota;
 use crate::report::{DestinationReport, PhaseStart, Protected, StallRow};
 use crate::session::destination::{Action, Destination as Session, End, Event, Stage, step};
 use crate::session::{DestinationStage, SourceStage, ToDestination, ToSource};
@@ -75,6 +71,10 @@ use crate::status::{Board, SessionStatus};
 use crate::sync::AtomicBool;
 use crate::vm::RunningVm;
 use crate::wire::{Frame, MissingRuns, Text};
+use pageferry_transport::Quota;
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::Listener;
+use pageferry_transport::handshake::{Acceptor, Protection, Stranger};
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -214,7 +214,7 @@ impl std::fmt::Debug for Destination {
 
 impl DestinationConfig {
     fn protection(&self) -> Result<Protection, MigrationError> {
-        Ok(crate::handshake::protection(self.tls.as_ref(), self.plain)?)
+        Ok(Protection::load(self.tls.as_ref(), self.plain)?)
     }
 }
 
@@ -619,6 +619,6 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ));
         }
         let nap = Limits::INTERVAL.min(LONGEST_SLEEP);
-        crate::nap::sleep_on(&mut fds, nap);
+        pageferry_transport::sleep_on(&mut fds, nap);
     }
 }

@@ -10,13 +10,13 @@
 //! (pre-copy).
 
 use super::core::Core;
-use crate::channel::{Connection, RawSlice, Wait};
 use crate::error::MigrationError;
 use crate::protocol_error::ProtocolError;
 use crate::sync::{AtomicU8, AtomicU64, Ordering, fence};
 use crate::wire::{FrameHasher, FrameHeader, PAGE_BYTES, Run, RunKind, RunList};
 use pageferry_addr::RamPage;
 use pageferry_machine::Backing;
+use pageferry_transport::channel::{Connection, RawSlice, Wait};
 use pageferry_userfault::PageBitmap;
 
 /// The pages that a frame may bring.

@@ -168,7 +168,7 @@ pub(super) fn run<'a>(
                 naming: None,
                 bulk: Vec::new(),
                 last_loss: None,
-                losses: crate::quota::Quota::new(),
+                losses: pageferry_transport::Quota::new(),
                 lost: LostChannels::default(),
                 pending_loss: PendingLoss::default(),
                 lost_since: None,

@@ -3,9 +3,9 @@
 use super::{Allocation, Supervisor};
 use crate::error::MigrationError;
 use crate::phase::Phase;
-use crate::quota::Quota;
 use crate::sync::Ordering;
 use crate::wire::{Frame, Pass, SetupProgress};
+use pageferry_transport::Quota;
 use std::time::{Duration, Instant};
 
 /// The interval between two SetupProgress frames.

@@ -6,12 +6,12 @@
 use super::bulk::Bulk;
 use super::shared::Letter;
 use super::{Stage, Supervisor};
-use crate::channel::Connection;
 use crate::control::ControlLink;
 use crate::error::MigrationError;
 use crate::session::destination::Event;
 use crate::session::{ChannelId, Generation, ToSource};
 use crate::wire::{ChannelKey, Role, Side};
+use pageferry_transport::channel::Connection;
 use std::sync::Arc;
 use std::thread::ScopedJoinHandle;
 use std::time::Instant;

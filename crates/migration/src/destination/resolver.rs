@@ -15,12 +15,12 @@
 //! waits.
 
 use super::core::Core;
-use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::sync::Ordering;
 use pageferry_addr::RamPage;
 use pageferry_machine::{Access, AccessError, Fetch, HookVerdict, Kicker};
+use pageferry_transport::channel::Spinner;
 use pageferry_userfault::Claim;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;

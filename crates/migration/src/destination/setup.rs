@@ -10,12 +10,12 @@ use crate::control::ControlLink;
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
 use crate::file::damaged;
-use crate::handshake::Identity;
 use crate::orphan::{self, Orphan};
 use crate::phase::{Observer, Phase};
 use crate::report::DestinationReport;
 use crate::vm::{RunningVm, fits};
 use crate::wire::{ErrorCode, ErrorMessage, Frame, Setup};
+use pageferry_transport::handshake::Identity;
 use rustix::event::{PollFd, PollFlags};
 use std::sync::Arc;
 use std::time::Duration;
@@ -113,7 +113,7 @@ fn choose(host: &Destination, stop: &dyn Fn() -> bool) -> Result<Chosen, Migrati
         for connection in &connections {
             fds.push(PollFd::new(&**connection, PollFlags::IN));
         }
-        crate::nap::sleep_on(&mut fds, TICK);
+        pageferry_transport::sleep_on(&mut fds, TICK);
     }
 }
 

@@ -1,9 +1,9 @@
 //! Letters to the supervisor of the destination.
 
-use crate::channel::Connection;
 use crate::error::MigrationError;
 use crate::session::{ChannelId, Generation};
 use crate::wire::ChannelKey;
+use pageferry_transport::channel::Connection;
 
 /// A letter to the supervisor.
 pub(super) enum Letter {

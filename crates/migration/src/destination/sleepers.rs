@@ -6,10 +6,10 @@
 //! **Mechanism.** Each sleeper announces its page ([`Waiters`]). The one that polls is woken by a
 //! [`Bell`], the others by unparking. A wake-up that is lost costs [`SLEEP_LIMIT`].
 
-use crate::bell::Bell;
 use crate::error::MigrationError;
 use crate::sync::{AtomicU64, Ordering};
 use pageferry_addr::RamPage;
+use pageferry_transport::Bell;
 use pageferry_userfault::Waiters;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -47,7 +47,7 @@ impl Sleepers {
             threads: (0..vcpus).map(|_| OnceLock::new()).collect(),
             vmm: Default::default(),
             reader: AtomicU64::new(0),
-            wake_event: Bell::new()?,
+            wake_event: Bell::new().map_err(MigrationError::eventfd)?,
             waiting: AtomicU64::new(0),
             cores: std::thread::available_parallelism().map_or(1, usize::from) as u64,
         })

@@ -12,7 +12,6 @@
 
 use super::core::Core;
 use super::shared::Letter;
-use crate::channel::Connection;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::limits::Silence;
@@ -22,6 +21,7 @@ use crate::session::{ChannelId, Generation};
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use crate::wire::{PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage};
 use pageferry_addr::RamPage;
+use pageferry_transport::channel::Connection;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;

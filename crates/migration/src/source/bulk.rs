@@ -6,16 +6,15 @@
 
 use super::pages::{FRAME_PAGES, PageFrame};
 use super::shared::{Mode, Shared};
-use crate::bell::Bell;
-use crate::channel::{Connection, Wait};
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::limits::{Limits, Silence};
-use crate::nap::sleep_on;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
 use crate::wire::{Frame, FrameHeader, HEADER_BYTES, PAGE_BYTES, Role, RunKind, Side};
 use pageferry_addr::RamPage;
+use pageferry_transport::channel::{Connection, Wait};
+use pageferry_transport::{Bell, sleep_on};
 use rustix::event::{PollFd, PollFlags};
 use std::cell::RefCell;
 use std::time::{Duration, Instant};

@@ -5,8 +5,8 @@ use super::recovery::Worked;
 use super::setup::channel_ids;
 use crate::control::ControlLink;
 use crate::error::MigrationError;
-use crate::handshake::{Identity, Opened, Protection, protection};
 use crate::wire::{ChannelKey, Frame, Side, Status, check_channels};
+use pageferry_transport::handshake::{Identity, Opened, Protection};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -44,7 +44,7 @@ pub fn check(
     check_channels(config.bulk_channels, config.urgent_channels)?;
     let identity =
         Identity::random().map_err(|e| MigrationError::os("cannot make a session's secret", e))?;
-    let protection = protection(config.tls.as_ref(), config.plain)?;
+    let protection = Protection::load(config.tls.as_ref(), config.plain)?;
     let limit = config.limits.connect;
     let key = ChannelKey::control(1);
     let worked = Worked::default();

@@ -3,10 +3,10 @@
 use super::config::Route;
 use super::shared::Letter;
 use crate::error::MigrationError;
-use crate::mailbox::Mailbox;
 use crate::session::source::Event;
 use crate::settings::{Change, Settings, SettingsError};
 use crate::status::{Board, SessionStatus};
+use pageferry_transport::Mailbox;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A command of an operator to a migration.
@@ -54,7 +54,7 @@ impl SourceSession {
     /// When no descriptors are left.
     pub fn new() -> Result<Self, MigrationError> {
         Ok(Self {
-            letters: Mailbox::new()?,
+            letters: Mailbox::new().map_err(MigrationError::eventfd)?,
             board: Board::default(),
             settings: Mutex::default(),
             open_to_owner: Mutex::new(true),

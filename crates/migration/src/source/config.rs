@@ -1,12 +1,12 @@
 //! The source's configuration, and its report of a failed migration.
 
-use crate::address::Address;
-use crate::channel::{Connection, Tls};
 use crate::cpus::CpuList;
 use crate::error::MigrationError;
-use crate::handshake::PlainPolicy;
 use crate::limits::Limits;
 use crate::settings::Settings;
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::{Connection, Tls};
+use pageferry_transport::handshake::PlainPolicy;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;

@@ -15,10 +15,10 @@
 //! **Neighbours.** `pages` and `urgent` ask it, `bulk` notes what it sends.
 
 use crate::error::MigrationError;
-use crate::handshake::random_bytes;
 use crate::sync::{AtomicU64, Ordering};
 use crate::wire::{PAGE_BYTES, xxh3_64_seeded};
 use pageferry_addr::RamPage;
+use pageferry_transport::handshake::random_bytes;
 use std::io::ErrorKind;
 
 /// The page was never sent.

@@ -70,7 +70,6 @@ use crate::clock::monotonic;
 use crate::control::{ControlLink, LostChannels, PendingLoss};
 use crate::cpus::Pinned;
 use crate::error::MigrationError;
-use crate::handshake::Identity;
 use crate::ledger::Ledger;
 use crate::limits::Limits;
 use crate::orphan::{Orphan, record};
@@ -83,6 +82,7 @@ use crate::sync::Ordering;
 use crate::vm::{RunningVm, fits};
 use crate::wire::{Frame, Setup};
 use pageferry_machine::Frozen;
+use pageferry_transport::handshake::{Identity, Protection};
 use pageferry_userfault::PageBitmap;
 use rustix::event::{PollFd, PollFlags};
 use std::collections::VecDeque;
@@ -255,8 +255,8 @@ fn attempt(
             .map_err(|e| early(MigrationError::os("cannot make a session's secret", e)))?,
     };
     let session_record = record(&identity, offer).map_err(early)?;
-    let protection = crate::handshake::protection(config.tls.as_ref(), config.plain)
-        .map_err(|error| early(error.into()))?;
+    let protection =
+        Protection::load(config.tls.as_ref(), config.plain).map_err(|error| early(error.into()))?;
     let vcpus = vm.vcpus.count();
     let tracking = match vm.machine.has_dirty_log() || orphan.is_some() {
         true => config.tracking,
@@ -769,7 +769,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ));
         }
         let nap = Limits::INTERVAL.min(LONGEST_SLEEP);
-        crate::nap::sleep_on(&mut fds, nap);
+        pageferry_transport::sleep_on(&mut fds, nap);
     }
 
     fn start_push(&mut self) {

@@ -18,12 +18,12 @@
 mod model;
 
 use super::hashes::SentHashes;
-use crate::channel::{Connection, Wait};
 use crate::error::MigrationError;
 use crate::ledger::Ledger;
 use crate::wire::{PAGE_BYTES, RunKind, RunList};
 use pageferry_addr::RamPage;
 use pageferry_machine::{GuestRam, Machine};
+use pageferry_transport::channel::{Connection, Wait};
 use std::io::IoSlice;
 use std::ops::Range;
 

@@ -11,16 +11,16 @@ use super::config::{Route, SourceConfig};
 use super::shared::{Letter, Shared};
 use super::urgent::Urgent;
 use super::{Supervisor, Threads};
-use crate::address::Address;
-use crate::bell::Bell;
-use crate::channel::{Connection, Wait};
 use crate::error::MigrationError;
-use crate::handshake::{self, HandshakeError, Identity, Opened, Protection};
 use crate::ledger::{clear_all, runs};
 use crate::protocol_error::ProtocolError;
 use crate::session::source::{Event, Stage};
 use crate::session::{ChannelId, Generation};
 use crate::wire::{ChannelKey, MissingRuns, Role, Status};
+use pageferry_transport::Bell;
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::{Connection, Wait};
+use pageferry_transport::handshake::{self, HandshakeError, Identity, Opened, Protection};
 use pageferry_userfault::PageBitmap;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -203,7 +203,10 @@ impl<'s, 'e, 'a> Channels<'s, 'e, 'a> {
     ) -> Result<(), MigrationError> {
         let shared = self.dialler.shared;
         let index = Shared::ledger_index(id, self.dialler.config.bulk_channels);
-        let (connection, bell) = (Arc::new(connection), Arc::new(Bell::new()?));
+        let (connection, bell) = (
+            Arc::new(connection),
+            Arc::new(Bell::new().map_err(MigrationError::eventfd)?),
+        );
         let (of_thread, bell_of_thread) = (Arc::clone(&connection), Arc::clone(&bell));
         let (name, run): (_, Run) = match id.role {
             Role::Urgent => ("pf-urgent", run_urgent),

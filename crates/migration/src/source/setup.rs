@@ -1,7 +1,6 @@
 //! Set-up at the source: the offer, and the destination's progress until the switch-over.
 
 use super::{SourceConfig, Supervisor};
-use crate::channel::Connection;
 use crate::control::ControlLink;
 use crate::devices;
 use crate::error::MigrationError;
@@ -10,6 +9,7 @@ use crate::session::source::Event;
 use crate::session::{ChannelId, Generation};
 use crate::vm::RunningVm;
 use crate::wire::{self, Frame, Role, Setup, SetupProgress, Side};
+use pageferry_transport::channel::Connection;
 use std::sync::Arc;
 
 /// The channels of a session, in their first incarnations.

@@ -7,17 +7,16 @@
 use super::gate::Due;
 use super::pages::{is_zero, stopped_page};
 use super::shared::{Mode, Shared};
-use crate::bell::Bell;
-use crate::channel::{Connection, Spinner, Wait};
 use crate::error::MigrationError;
 use crate::limits::{Limits, Silence};
-use crate::nap::sleep_on;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
 use crate::wire::{
     PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply, urgent_reply_confirmed,
 };
 use pageferry_addr::RamPage;
+use pageferry_transport::channel::{Connection, Spinner, Wait};
+use pageferry_transport::{Bell, sleep_on};
 use rustix::event::{PollFd, PollFlags};
 use std::cell::RefCell;
 use std::io::IoSlice;

@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-use super::error::in_range;
+use super::in_range;
 use super::{ChannelKey, MAX_CHANNELS, Role, WireError};
 
 /// One incarnation of a bulk or urgent channel, within the generation of the control channel that

@@ -3,7 +3,7 @@
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::error::in_range;
+use super::in_range;
 use super::name::NameLayout;
 use super::{MAX_DEVICE_STATE_BYTES, MAX_NAME_BYTES, Name, WireError};
 

@@ -2,7 +2,7 @@
 
 use zerocopy::little_endian::U64;
 
-use super::error::in_range;
+use super::in_range;
 use super::messages::exact;
 use super::{
     ChannelId, DestinationStage, DeviceState, ErrorMessage, FrameHeader, FrameType, HEADER_BYTES,

@@ -5,37 +5,8 @@ use core::fmt;
 use super::{
     DESCRIPTOR_BYTES, MAX_DESCRIPTION_BYTES, MAX_DEVICE_STATE_BYTES, MAX_DEVICES, MAX_ERROR_BYTES,
     MAX_MISSING_BYTES, MAX_NAME_BYTES, MAX_PAGES_BYTES, MAX_REGIONS, MAX_VCPU_STATE_BYTES, Role,
-    WireError,
+    Side, WireError,
 };
-
-/// A side of the migration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Side {
-    /// The process that the VM leaves. It connects.
-    Source,
-    /// The process that the VM moves to. It listens.
-    Destination,
-}
-
-impl Side {
-    /// Returns the other side.
-    #[must_use]
-    pub const fn peer(self) -> Self {
-        match self {
-            Self::Source => Self::Destination,
-            Self::Destination => Self::Source,
-        }
-    }
-}
-
-impl fmt::Display for Side {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Source => "source",
-            Self::Destination => "destination",
-        })
-    }
-}
 
 /// The type of a frame on a control or bulk channel. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

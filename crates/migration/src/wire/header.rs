@@ -3,7 +3,7 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::error::in_range;
+use super::in_range;
 use super::{FRAME_MAGIC, FrameHasher, FrameType, HEADER_BYTES, Role, Side, WireError};
 
 /// The on-wire layout of a header.
@@ -86,13 +86,13 @@ impl FrameHeader {
         let what = frame_type.name();
         if !frame_type.is_sent_by(from) {
             return Err(WireError::WrongDirection {
-                frame: frame_type,
+                frame: frame_type.name(),
                 from,
             });
         }
         if !frame_type.is_sent_on(on) {
             return Err(WireError::WrongChannel {
-                frame: frame_type,
+                frame: frame_type.name(),
                 on,
             });
         }

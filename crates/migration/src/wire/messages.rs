@@ -3,7 +3,7 @@
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::error::in_range;
+use super::in_range;
 use super::{MAX_DEVICES, MAX_VCPUS, WireError};
 
 /// A pass over memory in pre-copy. It is informative: no behaviour may depend on it.

@@ -11,7 +11,7 @@
 
 use core::ops::Range;
 
-use super::error::in_range;
+use super::in_range;
 use super::{MAX_MISSING_BYTES, MAX_MISSING_RUNS, WireError};
 
 const WHAT: &str = "Missing";

@@ -18,91 +18,50 @@
 //! payload is that of a [`Frame`], or a list of page runs ([`RunList`]) with the pages' bytes. A
 //! message of an urgent channel is an [`UrgentMessage`], with a page or without.
 
-mod capabilities;
 mod channel_id;
-mod channel_key;
 mod checksum;
 mod device;
-mod error;
 mod error_message;
 mod frame;
 mod frame_type;
 mod header;
-mod hello;
-mod hello_reply;
 mod messages;
 mod missing;
 mod name;
 mod pages;
-mod path_check;
-mod proof;
 mod setup;
-mod status;
 mod text;
 mod urgent;
 
-pub use capabilities::Capabilities;
 pub use channel_id::ChannelId;
-pub use channel_key::{ChannelKey, Role, SessionId};
 pub use checksum::FrameHasher;
-pub(crate) use checksum::xxh3_64_seeded;
 pub use device::{DeviceEntry, DeviceState};
-pub use error::{WireError, in_range};
 pub use error_message::{ErrorCode, ErrorMessage};
 pub use frame::Frame;
-pub use frame_type::{FrameType, Side};
+pub use frame_type::FrameType;
 pub use header::FrameHeader;
-pub use hello::{Hello, check_magic};
-pub use hello_reply::HelloReply;
 pub use messages::{DestinationStage, Pass, SetupProgress, SourceStage, SwitchOver, VcpuState};
 pub use missing::MissingRuns;
 pub use name::Name;
-pub use pageferry_tls::FirstBytes;
+pub use pageferry_transport::wire::*;
 pub use pages::{Run, RunKind, RunList, RunRefused};
-pub use path_check::{path_check, verify_path_check};
-pub use proof::{Credentials, Welcome};
 pub(crate) use setup::check_channels;
 pub use setup::{Kind, Region, Setup};
-pub use status::Status;
 pub use text::Text;
 pub use urgent::{
     UrgentKind, UrgentMessage, urgent_reply, urgent_reply_confirmed, urgent_reply_page,
     urgent_reply_zero,
 };
 
-/// The newest protocol version this side speaks.
-pub const VERSION: u16 = 6;
-/// The oldest protocol version this side speaks.
-pub const MIN_VERSION: u16 = 6;
-/// The first eight bytes of every connection, in both directions.
-pub const HELLO_MAGIC: [u8; 8] = *b"PGFERRY\0";
 /// The first four bytes of every frame, as a little-endian number: the letters `PGFR`.
 pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"PGFR");
 
-/// The length of a [`Hello`] and of a [`HelloReply`], in bytes.
-pub const HELLO_BYTES: usize = 64;
-/// The first four bytes of [`Credentials`].
-pub const CREDENTIALS_MAGIC: [u8; 4] = *b"PGFC";
-/// The first four bytes of a [`Welcome`].
-pub const WELCOME_MAGIC: [u8; 4] = *b"PGFW";
-/// The length of [`Credentials`], in bytes.
-pub const CREDENTIALS_BYTES: usize = 80;
-/// The length of a [`Welcome`], in bytes.
-pub const WELCOME_BYTES: usize = 48;
-/// The length of a `path_check`, in bytes: more than any packet of an Ethernet has.
-pub const PATH_CHECK_BYTES: usize = 16 << 10;
-/// The length of a session's secret, in bytes.
-pub const SECRET_BYTES: usize = 32;
-/// The length of a proof, in bytes.
-pub const PROOF_BYTES: usize = 32;
 /// The length of a frame's header, in bytes.
 pub const HEADER_BYTES: usize = 32;
 /// The length of a run's descriptor in a Pages frame, in bytes.
 pub const DESCRIPTOR_BYTES: usize = 16;
 /// The length of a message on an urgent channel, without the page that may follow, in bytes.
 pub const URGENT_BYTES: usize = 16;
-/// The length of a page, in bytes. Only base pages are sent.
-pub const PAGE_BYTES: usize = pageferry_addr::PAGE_SIZE as usize;
 
 /// The most runs in a Pages frame.
 pub const MAX_RUNS: usize = 128;
@@ -130,8 +89,6 @@ pub const MAX_NAME_BYTES: usize = 64;
 pub const MAX_DEVICE_STATE_BYTES: usize = 16 << 20;
 /// The longest payloads of all DeviceState frames of a session together, in bytes: 64 MiB.
 pub const MAX_DEVICE_STATES_BYTES: usize = 64 << 20;
-/// The most bulk channels of a session, and the most urgent channels.
-pub const MAX_CHANNELS: u16 = 16;
 /// The most vCPUs of a VM.
 pub const MAX_VCPUS: u32 = 4096;
 /// The largest memory of a VM, in bytes: 64 TiB.

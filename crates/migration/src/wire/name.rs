@@ -2,8 +2,8 @@
 
 use core::fmt;
 
-use super::error::{in_range, reserved_zero};
 use super::{MAX_NAME_BYTES, WireError};
+use super::{in_range, reserved_zero};
 
 /// A name: 1 to [`MAX_NAME_BYTES`] printable ASCII characters without spaces. It may come from the
 /// peer, and is safe to show.

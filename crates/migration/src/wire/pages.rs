@@ -9,12 +9,12 @@ use pageferry_addr::RamPage;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::checksum::{Xxh3, check};
-use super::error::{in_range, reserved_zero};
 use super::{
     DESCRIPTOR_BYTES, FrameHasher, FrameHeader, FrameType, HEADER_BYTES, MAX_CONFIRMED_PAGES,
     MAX_DATA_PAGES, MAX_RUNS, PAGE_BYTES, WireError,
 };
+use super::{Xxh3, check};
+use super::{in_range, reserved_zero};
 
 const WHAT: &str = "Pages";
 /// The part of the header that the descriptors' checksum covers: all fields before `arg`.

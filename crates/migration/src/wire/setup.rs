@@ -4,12 +4,12 @@ use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::device::EntryLayout;
-use super::error::{in_range, reserved_zero};
 use super::name::NameLayout;
 use super::{
     DeviceEntry, MAX_CHANNELS, MAX_DESCRIPTION_BYTES, MAX_DEVICES, MAX_MEMORY_BYTES, MAX_REGIONS,
     MAX_VCPUS, Name, PAGE_BYTES, WireError,
 };
+use super::{in_range, reserved_zero};
 use pageferry_addr::Gfn;
 
 const WHAT: &str = "Setup";

@@ -1,14 +1,14 @@
 //! Urgent channels: requests for single pages, their answers, and receipts.
 
-use super::checksum::{Xxh3, xxh3_64};
+use super::{Xxh3, xxh3_64};
 use pageferry_addr::RamPage;
 use std::time::Duration;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::checksum::check;
-use super::error::{in_range, reserved_zero};
+use super::check;
 use super::{PAGE_BYTES, Side, URGENT_BYTES, WireError};
+use super::{in_range, reserved_zero};
 
 /// The kind of an urgent message. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

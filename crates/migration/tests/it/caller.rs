@@ -2,7 +2,6 @@
 
 use crate::support::{WorkloadVm, listen, listen_on, try_receive_on};
 use pageferry_machine::{Backing, Engine};
-use pageferry_migration::channel::{Connection, Listener};
 use pageferry_migration::{
     Connect, Destination, DestinationConfig, DestinationFailure, DestinationReport, Route,
     SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm, Switch, Unobserved,
@@ -10,6 +9,7 @@ use pageferry_migration::{
 };
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::wait_until;
+use pageferry_transport::channel::{Connection, Listener};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -2,19 +2,19 @@
 
 use crate::alone::{LeakCheck, runs_in_child};
 use crate::failures_source::config;
-use crate::handshake_common::{PLAIN, bulk, open, socket_of};
 use crate::scripted::{LONG, assert_sentence, ends_soon, within_limit};
 use crate::support::{WorkloadVm, address_of, migrate_to, receive_on, tcp};
 use pageferry_machine::{Backing, Engine};
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::{ChannelError, Listener};
-use pageferry_migration::handshake::{HandshakeError, Identity, Opened};
 use pageferry_migration::wire::{CREDENTIALS_BYTES, ChannelKey, HELLO_BYTES, Status};
 use pageferry_migration::{
     Checked, Connect, Connection, Destination, DestinationConfig, Limits, MigrationError, Route,
     SourceConfig, check,
 };
+use pageferry_testkit::handshake::{PLAIN, bulk, open, socket_of};
 use pageferry_testkit::wait_until;
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::{ChannelError, Listener};
+use pageferry_transport::handshake::{HandshakeError, Identity, Opened};
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

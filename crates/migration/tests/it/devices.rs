@@ -1,7 +1,6 @@
 //! Devices whose states travel: moves under load, and refusals before anything changes.
 
 use crate::failures_source::config;
-use crate::handshake_common::{Destination as Host, PLAIN};
 use crate::scripted::destination::ScriptedDestination;
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::scripted::{LONG, PATIENCE, assert_sentence, encoded, ends_soon, kind, limits};
@@ -20,6 +19,7 @@ use pageferry_migration::{
     DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, RunningVm,
     SourceConfig, SourceFailure, SourceReport, SourceVm, Switch,
 };
+use pageferry_testkit::handshake::{Destination as Host, PLAIN};
 use pageferry_testkit::{sized, wait_until};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};

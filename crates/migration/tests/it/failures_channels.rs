@@ -5,7 +5,6 @@ use crate::alone::{LeakCheck, runs_in_child};
 use crate::failures_destination::{
     Case, PROTOCOL, Received, Told, attempt_on, damaged, frame_of, header, told,
 };
-use crate::handshake_common::bulk;
 use crate::scripted::source::{ScriptedSource, Template, WRONG, pages_frame, urgent};
 use crate::scripted::{
     LONG, SHORT, assert_loss, assert_sentence, encoded, ends_soon, first_channel, kind, limits,
@@ -18,6 +17,7 @@ use pageferry_migration::wire::{
     RunList, SourceStage, urgent_reply_page,
 };
 use pageferry_migration::{Destination, DestinationConfig, DestinationVm, Limits, Unobserved};
+use pageferry_testkit::handshake::bulk;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};

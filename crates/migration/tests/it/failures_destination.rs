@@ -4,7 +4,6 @@
 
 use crate::alone::{LeakCheck, runs_in_child};
 use crate::failures_source::hold;
-use crate::handshake_common::{PLAIN, bulk, open};
 use crate::scripted::source::{ScriptedSource, Template, WRONG, pages_frame, urgent};
 use crate::scripted::{LONG, assert_loss, assert_sentence, ends_soon, kind, limits, limits_for};
 use crate::support::{
@@ -13,8 +12,6 @@ use crate::support::{
 };
 use pageferry_addr::{Gfn, RamPage};
 use pageferry_machine::{Delivery, Engine};
-use pageferry_migration::channel::Listener;
-use pageferry_migration::handshake::{HandshakeError, Identity};
 use pageferry_migration::wire::{
     self, ChannelKey, DestinationStage, ErrorCode, ErrorMessage, Frame, FrameHeader, FrameType,
     HEADER_BYTES, MissingRuns, PAGE_BYTES, RunKind, RunList, Setup, SourceStage, Status,
@@ -24,7 +21,10 @@ use pageferry_migration::{
     Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Limits,
     SessionStatus, Unobserved,
 };
+use pageferry_testkit::handshake::{PLAIN, bulk, open};
 use pageferry_testkit::wait_until;
+use pageferry_transport::channel::Listener;
+use pageferry_transport::handshake::{HandshakeError, Identity};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const MIB: u64 = 1 << 20;

@@ -11,7 +11,6 @@ use crate::scripted::{
 use crate::support::{WorkloadVm, address_of, listen, migrate_to, receive_on, tcp, unix};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Backing, Engine};
-use pageferry_migration::address::Address;
 use pageferry_migration::wire::{
     DestinationStage, ErrorCode, ErrorMessage, Frame, FrameType, PAGE_BYTES, Role, Side,
     SourceStage, UrgentKind, UrgentMessage,
@@ -21,6 +20,7 @@ use pageferry_migration::{
 };
 use pageferry_testkit::shaper::{Plan, Shaper};
 use pageferry_testkit::wait_until;
+use pageferry_transport::address::Address;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;

@@ -2,7 +2,6 @@
 //! its copy was discarded, the source's VM runs on unharmed and can be migrated again.
 
 use crate::alone::{LeakCheck, runs_in_child};
-use crate::handshake_common::{Destination as Host, PLAIN};
 use crate::scripted::destination::ScriptedDestination;
 use crate::scripted::{
     ALLOCATED, LONG, PATIENCE, SHORT, assert_failure, assert_sentence, encoded, ends_soon, kind,
@@ -10,7 +9,6 @@ use crate::scripted::{
 };
 use crate::support::{WorkloadVm, kvm_usable, move_vm, tcp, unix};
 use pageferry_machine::{Engine, MachineError};
-use pageferry_migration::channel::{Connection, Listener};
 use pageferry_migration::wire::{
     DestinationStage, ErrorCode, ErrorMessage, Frame, FrameHeader, FrameType, HEADER_BYTES,
     HELLO_BYTES, Hello, HelloReply, Role, Side, SourceStage, Status, Text, UrgentMessage,
@@ -19,7 +17,9 @@ use pageferry_migration::{
     Change, DestinationConfig, Route, SessionStatus, SourceConfig, SourceFailure, SourceReport,
     SourceSession, SourceVm, Switch, Unobserved, migrate,
 };
+use pageferry_testkit::handshake::{Destination as Host, PLAIN};
 use pageferry_testkit::wait_until;
+use pageferry_transport::channel::{Connection, Listener};
 use pageferry_userfault::PageBitmap;
 use std::time::Duration;
 
@@ -67,7 +67,7 @@ pub(crate) struct Attempt {
 /// Migrates to a peer that listens on `address`.
 fn attempt_at(
     vm: &WorkloadVm,
-    address: &pageferry_migration::address::Address,
+    address: &pageferry_transport::address::Address,
     config: &SourceConfig,
     script: impl FnOnce(&SourceSession) + Send,
 ) -> Attempt {

@@ -4,21 +4,21 @@
 
 use crate::failures_destination::{Received, attempt_on as receive_from};
 use crate::failures_source::{attempt, config};
-use crate::handshake_common::{PLAIN, bulk, open, socket_of};
 use crate::scripted::source::{ScriptedSource, Template, urgent};
 use crate::scripted::{LONG, assert_loss, encoded, first_channel, kind, limits, say, within_limit};
 use crate::support::{WorkloadVm, address_of, tcp};
 use pageferry_addr::RamPage;
 use pageferry_machine::Engine;
-use pageferry_migration::channel::Connection;
-use pageferry_migration::handshake::Identity;
 use pageferry_migration::wire::{
     ChannelKey, DestinationStage, Frame, FrameType, MissingRuns, Pass, Role, Setup, SourceStage,
     UrgentMessage,
 };
 use pageferry_migration::{Destination, DestinationVm, SourceConfig, SourceVm};
+use pageferry_testkit::handshake::{PLAIN, bulk, open, socket_of};
 use pageferry_testkit::process::{descriptors, private_kib, runs_in_child, threads};
 use pageferry_testkit::wait_until;
+use pageferry_transport::channel::Connection;
+use pageferry_transport::handshake::Identity;
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 

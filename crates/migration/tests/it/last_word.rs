@@ -8,8 +8,8 @@ use crate::scripted::{LONG, encoded, kind, limits, within_limit};
 use crate::support::{WorkloadVm, tcp};
 use pageferry_machine::Engine;
 use pageferry_migration::SourceVm;
-use pageferry_migration::channel::Connection;
 use pageferry_migration::wire::{Frame, Text};
+use pageferry_transport::channel::Connection;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;

@@ -2,13 +2,13 @@
 
 use crate::support::{LIMIT, WorkloadVm, address_of, listen, receive_on};
 use pageferry_machine::{Backing, Engine};
-use pageferry_migration::address::Address;
 use pageferry_migration::{
     Change, DestinationConfig, Observer, PassFigures, Phase, Route, Settings, SettingsError,
     SourceConfig, SourceFailure, SourceReport, SourceSession, Switch, migrate,
 };
 use pageferry_testkit::shaper::{Plan, Shaper};
 use pageferry_testkit::wait_for;
+use pageferry_transport::address::Address;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 

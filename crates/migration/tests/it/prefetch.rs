@@ -7,10 +7,10 @@ use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 use pageferry_harness::{Vm, isa_of};
 use pageferry_machine::{AccessError, Engine, GuestRam, MachineSpec};
-use pageferry_migration::address::Address;
 use pageferry_migration::{DestinationConfig, SourceConfig, SourceReport};
 use pageferry_testkit::shaper::{Plan, Shaper};
 use pageferry_testkit::wait_until;
+use pageferry_transport::address::Address;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 

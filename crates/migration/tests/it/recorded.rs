@@ -9,11 +9,11 @@ use crate::scripted::source::pages_frame;
 use crate::support::{WorkloadVm, address_of, listen, receive_as};
 use crate::wire_common::encode;
 use pageferry_machine::{Apply, Device, Engine, MachineError};
-use pageferry_migration::address::Address;
 use pageferry_migration::wire::*;
 use pageferry_migration::{
     DestinationConfig, Route, RunningVm, SourceConfig, SourceSession, Unobserved, migrate,
 };
+use pageferry_transport::address::Address;
 use std::collections::BTreeSet;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -59,7 +59,7 @@ fn relay(listener: &TcpListener, to: &Address, record: &Mutex<Record>, over: &At
                 Err(error) => panic!("{error}"),
             };
             source.set_nonblocking(false).unwrap();
-            let destination = crate::handshake_common::socket_of(to);
+            let destination = pageferry_testkit::handshake::socket_of(to);
             let at = record.lock().unwrap().len();
             record.lock().unwrap().push(Default::default());
             scope.spawn(move || {

@@ -1,18 +1,18 @@
 //! Connections die, freeze and half-close after the hand-over, and the VM goes on.
 
-use crate::handshake_common::{Authority, SideFiles, Validity};
 use crate::scripted::LONG;
 use crate::support::{WorkloadVm, address_of, listen, try_receive_on};
 use pageferry_machine::{Backing, Engine};
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::Listener;
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Limits,
     Route, SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm, Switch, Unobserved,
     migrate,
 };
+use pageferry_testkit::certificates::{Authority, Validity};
 use pageferry_testkit::shaper::{Direction, Plan, Schedule, Shaper, Which};
 use pageferry_testkit::{rotating_seeds, wait_until};
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::Listener;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -12,12 +12,12 @@ use pageferry_addr::RamPage;
 use pageferry_guest::Workload;
 use pageferry_harness::{Vm, isa_of};
 use pageferry_machine::{AccessError, Engine, MachineSpec};
-use pageferry_migration::address::Address;
 use pageferry_migration::{
     DestinationConfig, Resolver, Route, SourceConfig, SourceSession, Switch, Unobserved, migrate,
 };
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::{LIMIT, wait_for, wait_until};
+use pageferry_transport::address::Address;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::mpsc::channel;

@@ -2,7 +2,6 @@
 
 use crate::alone::{LeakCheck, runs_in_child};
 use crate::failures_source::{config, hold};
-use crate::handshake_common::{Destination as Host, PLAIN};
 use crate::scripted::destination::ScriptedDestination;
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::scripted::{LONG, PATIENCE, ends_soon, limits};
@@ -12,6 +11,7 @@ use pageferry_migration::wire::{Frame, PAGE_BYTES};
 use pageferry_migration::{
     DestinationConfig, Observer, Phase, Route, SourceConfig, SourceSession, migrate,
 };
+use pageferry_testkit::handshake::{Destination as Host, PLAIN};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::ScopedJoinHandle;
 

@@ -1,20 +1,21 @@
 //! Strangers cost a bounded number of descriptors and log lines, and keep no source out.
 
-use crate::handshake_common::{Authority, PLAIN, SideFiles, Validity, bulk, open, socket_of};
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::scripted::{LONG, encoded, ends_soon, limits};
 use crate::support::{WorkloadVm, address_of, listen, migrate_to, tcp, try_receive_on};
 use pageferry_machine::{Backing, Engine};
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::Connection;
-use pageferry_migration::handshake::{Identity, Protection};
 use pageferry_migration::wire::{
     ChannelKey, DestinationStage, Frame, HEADER_BYTES, HELLO_BYTES, Hello, MissingRuns, SessionId,
     SourceStage,
 };
 use pageferry_migration::{Destination, DestinationConfig, MigrationError, SourceConfig, Stranger};
+use pageferry_testkit::certificates::{Authority, Validity};
+use pageferry_testkit::handshake::{PLAIN, bulk, open, socket_of};
 use pageferry_testkit::process::{descriptors, runs_in_child};
 use pageferry_testkit::wait_until;
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::Connection;
+use pageferry_transport::handshake::{Identity, Protection};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -9,7 +9,6 @@ use crate::scripted::{LONG, assert_loss, limits, within_limit};
 use crate::support::{WorkloadVm, unix};
 use pageferry_addr::RamPage;
 use pageferry_machine::{AccessError, Engine};
-use pageferry_migration::channel::Connection;
 use pageferry_migration::wire::{
     FrameHeader, FrameType, HEADER_BYTES, PAGE_BYTES, Role, Side, URGENT_BYTES, UrgentKind,
     UrgentMessage,
@@ -17,6 +16,7 @@ use pageferry_migration::wire::{
 use pageferry_migration::{Change, DestinationVm, Settings, SourceConfig, SourceVm, Switch};
 use pageferry_testkit::process::{private_kib, runs_in_child};
 use pageferry_testkit::wait_until;
+use pageferry_transport::channel::Connection;
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;

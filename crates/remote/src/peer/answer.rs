@@ -7,7 +7,7 @@ use super::wire::{
     VERSION, encode_extents, hello, version_of,
 };
 use pageferry_pager::{FileSource, Source, SourceError};
-use pageferry_tls::FirstBytes;
+use pageferry_transport::tls::FirstBytes;
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! The failures of a conversation.
 
 use super::wire::{Code, FrameError, VERSION};
-use pageferry_tls::{FirstBytes, TlsError};
+use pageferry_transport::tls::{FirstBytes, TlsError};
 use std::io;
 
 /// A request to a peer failed.

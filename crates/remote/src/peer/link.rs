@@ -2,7 +2,7 @@
 
 use super::error::PeerError;
 use super::wire::MAGIC;
-use pageferry_tls::{FirstBytes, Tls, TlsConfig, TlsError};
+use pageferry_transport::tls::{FirstBytes, Tls, TlsConfig, TlsError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};

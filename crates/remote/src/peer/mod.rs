@@ -10,7 +10,7 @@
 //! [`PeerStore`] opens up to [`MAX_CONNECTIONS`] of them a file, and [`Server`] has a thread for
 //! each.
 //!
-//! **Neighbours.** Below: the crate `tls`, and [`FileSource`](pageferry_pager::FileSource), which
+//! **Neighbours.** Below: the crate `transport`, and [`FileSource`](pageferry_pager::FileSource), which
 //! reads what the server shares.
 
 mod address;

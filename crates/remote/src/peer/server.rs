@@ -11,7 +11,7 @@ use super::error::PeerError;
 use super::link::{Link, Protection};
 use super::shares::Shares;
 use crate::locked;
-use pageferry_tls::{TlsConfig, TlsError};
+use pageferry_transport::tls::{TlsConfig, TlsError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::collections::BTreeMap;
 use std::io;

@@ -5,7 +5,7 @@ use super::wire::{
     FrameError, HEADER_BYTES, HELLO_BYTES, Kind, MAX_BODY, MAX_EXTENTS, MAX_IDENTITY, Opened,
     Reply, Request, VERSION, check_len, decode_extents, hello, version_of,
 };
-use pageferry_tls::FirstBytes;
+use pageferry_transport::tls::FirstBytes;
 use std::io::{self, Read, Write};
 
 /// A conversation over a stream. After an error that is no answer of the peer it is of no use.

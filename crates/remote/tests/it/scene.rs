@@ -5,7 +5,6 @@ use pageferry_pager::{Source, SourceError, Store};
 use pageferry_remote::peer::{Limits, PeerStore, Protection, Server, Shares};
 use pageferry_testkit::certificates::{Authority, Side, Validity};
 use pageferry_testkit::wait_for;
-use pageferry_tls::TlsFiles;
 use rustix::net::{Shutdown, shutdown};
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -13,13 +12,7 @@ use std::sync::Arc;
 
 /// The certificates of a side.
 pub(crate) fn tls(side: &Side, peer_name: Option<&str>) -> Protection {
-    let files = TlsFiles {
-        cert: side.path("cert.pem"),
-        key: side.path("key.pem"),
-        ca: side.path("ca.pem"),
-        peer_name: peer_name.map(str::to_owned),
-    };
-    Protection::Tls(files.into())
+    Protection::Tls(side.files(peer_name).into())
 }
 
 pub(crate) fn listener() -> TcpListener {

@@ -1,15 +1,15 @@
 //! A destination that speaks the bare wire format and misbehaves as a test wants.
 
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::{Connection, Listener, OpenError, Wait};
-use pageferry_migration::handshake::{
-    Acceptor, Arrival, Expected, PlainPolicy, Protection, Router, Secret, Stranger,
-};
 use pageferry_migration::wire::{
     ChannelKey, Frame, FrameHeader, FrameType, HEADER_BYTES, Hello, Role, SetupProgress, Side,
     Status,
 };
 use pageferry_testkit::{LIMIT, wait_for};
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::{Connection, Listener, OpenError, Wait};
+use pageferry_transport::handshake::{
+    Acceptor, Arrival, Expected, PlainPolicy, Protection, Router, Secret, Stranger,
+};
 use std::io::ErrorKind;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;

@@ -1,14 +1,14 @@
 //! A scripted destination, against the library's source.
 
 use super::{ALLOCATED, Message, encoded, last_frame, say, say_alive, take};
-use crate::handshake_common::{Destination as Host, bulk};
 use crate::scripted::source::urgent;
 use pageferry_addr::RamPage;
-use pageferry_migration::channel::Connection;
 use pageferry_migration::wire::{
     ChannelKey, DestinationStage, Frame, FrameType, MissingRuns, Pass, Role, Side, SourceStage,
     SwitchOver, Text, UrgentMessage,
 };
+use pageferry_testkit::handshake::{Destination as Host, bulk};
+use pageferry_transport::channel::Connection;
 use std::collections::BTreeSet;
 
 /// The destination's end of one session.

@@ -3,12 +3,12 @@
 pub(crate) mod destination;
 pub(crate) mod source;
 
-use pageferry_migration::channel::{ChannelError, Connection, Wait};
 use pageferry_migration::wire::{
     ChannelId, Frame, FrameHeader, FrameType, HEADER_BYTES, Role, RunList, SetupProgress, Side,
     URGENT_BYTES, UrgentMessage,
 };
 use pageferry_migration::{Limits, MigrationError, SourceFailure, SourceVm};
+use pageferry_transport::channel::{ChannelError, Connection, Wait};
 use std::time::{Duration, Instant};
 
 /// The frame of a destination that has nothing to allocate.

@@ -5,18 +5,18 @@
 //! an error.
 
 use super::{Message, encoded, last_frame, say, say_alive, take, take_urgent};
-use crate::handshake_common::{PLAIN, bulk, open};
 use crate::support::{LIMIT, WorkloadVm, engine_of, kind_of};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Device, Engine, VcpuState};
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::{ChannelError, Connection};
-use pageferry_migration::handshake::{HandshakeError, Identity};
 use pageferry_migration::wire::{
     self, ChannelKey, DestinationStage, DeviceEntry, Frame, FrameType, MAX_DATA_PAGES, MAX_RUNS,
     MissingRuns, PAGE_BYTES, Pass, Region, Role, RunKind, RunList, Setup, Side, SourceStage,
     SwitchOver, UrgentKind, urgent_reply_page, urgent_reply_zero,
 };
+use pageferry_testkit::handshake::{PLAIN, bulk, open};
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::{ChannelError, Connection};
+use pageferry_transport::handshake::{HandshakeError, Identity};
 use std::sync::Arc;
 
 /// A page of bytes that no page of the workload has.

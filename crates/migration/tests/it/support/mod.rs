@@ -7,9 +7,6 @@ use pageferry_machine::{
     AccessError, Backing, Delivery, Engine, GuestRam, Machine, MachineError, MachineSpec,
     NewMachine, RamRegion, kvm,
 };
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::Listener;
-use pageferry_migration::handshake::Stranger;
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationFailure, DestinationReport, Kind, MigrationError,
     Resolver, Route, RunningVm, SourceConfig, SourceFailure, SourceReport, SourceSession,
@@ -17,6 +14,9 @@ use pageferry_migration::{
 };
 pub(crate) use pageferry_testkit::LIMIT;
 use pageferry_testkit::{rotation, sized, skip, wait_until};
+use pageferry_transport::address::Address;
+use pageferry_transport::channel::Listener;
+use pageferry_transport::handshake::Stranger;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock};
