@@ -54,7 +54,7 @@ pub struct DeviceFigures {
 pub struct Protected {
     /// The version of the protocol that both sides speak.
     pub version: u16,
-    /// Whether TLS protects the channels, by [`TLS_VERSION`](crate::TLS_VERSION).
+    /// Whether TLS protects the channels, by [`TLS_VERSION`](pageferry_transport::TLS_VERSION).
     pub tls: bool,
     /// The name of the peer in its certificate: the one that was asked for, or else the first DNS
     /// name. `None` without TLS, or without such a name.
