@@ -29,6 +29,7 @@ pub enum Address {
     /// `tcp:HOST:PORT` or `HOST:PORT`.
     Tcp {
         /// A name or an IP address. An IPv6 address is written in brackets and stored without them.
+        /// A link-local one has a zone, as in `fe80::1%eth0`.
         host: String,
         /// The port. Port 0 is for listening on a port that the system chooses.
         port: u16,
@@ -63,6 +64,12 @@ pub enum AddressError {
     /// An IPv6 address without brackets: the port looks like a group of the address.
     #[error("invalid address `{0}`: write an IPv6 address in brackets, as in [::1]:7000")]
     Brackets(String),
+    /// A link-local address has no zone.
+    #[error(
+        "invalid address `{0}`: a link-local address needs its zone, the interface of this host, \
+         as in [fe80::1%eth0]:7000"
+    )]
+    NoZone(String),
     /// The host has a character that neither a name nor an IP address may have.
     #[error("invalid host `{host}` in `{text}`: expected a host name or an IP address")]
     BadHost {
@@ -124,12 +131,14 @@ impl Address {
             }
         };
         let name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-        let good = match bracketed {
-            // A zone (`fe80::1%eth0`) may follow the address.
-            Some(v6) => v6
-                .split('%')
-                .next()
-                .is_some_and(|ip| ip.parse::<core::net::Ipv6Addr>().is_ok()),
+        let good = match bracketed.map(|v6| v6.split_once('%').unwrap_or((v6, ""))) {
+            Some((ip, zone)) => match ip.parse::<core::net::Ipv6Addr>() {
+                Ok(ip) if ip.is_unicast_link_local() && zone.is_empty() => {
+                    return Err(AddressError::NoZone(text.into()));
+                }
+                Ok(_) => zone.chars().all(|c| c.is_ascii_graphic() && c != '/'),
+                Err(_) => false,
+            },
             None => host.chars().all(name),
         };
         let host = bracketed.unwrap_or(host);
@@ -213,6 +222,12 @@ mod tests {
             );
         }
         assert!(matches!(parse("a b:1"), AddressError::BadHost { .. }));
+        assert!(matches!(parse("[fe80::1]:1"), AddressError::NoZone(_)));
+        assert!(matches!(parse("[fe80::1%]:1"), AddressError::NoZone(_)));
+        assert!(matches!(
+            parse("[fe80::1%a b]:1"),
+            AddressError::BadHost { .. }
+        ));
         assert!(matches!(parse("[host]:1"), AddressError::BadHost { .. }));
         assert!(matches!(
             parse("unix:"),

@@ -30,6 +30,9 @@ use std::time::{Duration, Instant};
 
 /// The pause before the second attempt. It doubles with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
+/// The time for which an opening is tried again. A crowd has many connections a second: the chance
+/// of each attempt is small, and of all together large.
+const OPENS_FOR: Duration = Duration::from_secs(5);
 /// The longest pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// A channel that was open for this long was of use: the next attempt begins at once.
@@ -319,8 +322,30 @@ impl Worked {
 }
 
 impl Route {
-    /// Opens a channel by this way. Tries the address first that worked the last time.
+    /// Opens a channel by this way. Tries again for [`OPENS_FOR`] if the connection ends without a
+    /// reason: a crowd of strangers may have taken its place.
     pub(super) fn open(
+        &self,
+        worked: &Worked,
+        protection: &Protection,
+        identity: &Identity,
+        key: ChannelKey,
+        limit: Duration,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Opened, HandshakeError> {
+        let began = Instant::now();
+        loop {
+            let opened = self.open_once(worked, protection, identity, key, limit, stop);
+            let passes = matches!((self, &opened), (Self::To(_), Err(error)) if error.may_pass());
+            if !passes || stop() || began.elapsed() >= OPENS_FOR.min(limit) {
+                return opened;
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Tries the address first that worked the last time.
+    fn open_once(
         &self,
         worked: &Worked,
         protection: &Protection,

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 const MIB: u64 = 1 << 20;
 
 /// The most descriptors that strangers cost: places without a preamble, and silent sessions.
-const PLACES: usize = 32 + 32;
+const PLACES: usize = 128 + 32;
 
 fn vm() -> WorkloadVm {
     let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);
@@ -126,7 +126,7 @@ fn a_slow_handshake_outlives_a_crowd() {
     let began = Instant::now();
     slow.write_all(&hello[..20]).unwrap();
     std::thread::sleep(Duration::from_millis(50));
-    let crowd: Vec<TcpStream> = (0..300).map(|_| socket_of(&to)).collect();
+    let crowd: Vec<TcpStream> = (0..400).map(|_| socket_of(&to)).collect();
     wait_until("a crowd", || destination.status().strangers >= 200);
     eprintln!("a crowd after {:?}", began.elapsed());
     slow.write_all(&hello[20..]).unwrap();

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 
 use super::connect::bound_packets;
 use super::connection::peer_address;
+use super::names::{address_of, name_of};
 use super::{AdoptError, Connection, Listener};
 use crate::address::Address;
 
@@ -24,7 +25,7 @@ impl Connection {
             return Err(AdoptError::NotConnected);
         }
         let peer = match peer_address(&socket) {
-            Some(address) => address.to_string(),
+            Some(address) => name_of(address),
             None => "a unix socket of the caller".to_owned(),
         };
         Ok(Self::adopt(socket, peer, tcp)?)
@@ -47,10 +48,7 @@ impl Listener {
         let address = if tcp {
             bound_packets(&socket);
             let bound = SocketAddr::try_from(bound).map_err(std::io::Error::from)?;
-            Address::Tcp {
-                host: bound.ip().to_string(),
-                port: bound.port(),
-            }
+            address_of(bound)
         } else {
             let bound = SocketAddrUnix::try_from(bound).map_err(std::io::Error::from)?;
             Address::Unix(path_of(&bound))

@@ -2,12 +2,13 @@
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::connection::{is_loopback, peer_address};
+use super::names::{name_of, resolve};
 use super::{ChannelError, Connection, OpenError, Wait, race, raw};
 use crate::address::Address;
 
@@ -50,7 +51,7 @@ impl Connection {
                     return Err(OpenError::PortZero { address }.into());
                 }
                 let (socket, found) = race::connect(address, (host, *port), worked, wait)?;
-                Ok(Self::adopt(socket, found.to_string(), true)
+                Ok(Self::adopt(socket, name_of(found), true)
                     .map_err(|source| OpenError::from_os(address, source))?)
             }
         }
@@ -75,22 +76,6 @@ pub fn is_local(address: &Address) -> Result<bool, OpenError> {
             Ok(found.iter().all(|found| is_loopback(found.ip())))
         }
     }
-}
-
-/// Returns the addresses of a host, at least one.
-pub(super) fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, OpenError> {
-    let unresolved = |source| OpenError::Unresolved {
-        host: host.to_owned(),
-        source,
-    };
-    let found: Vec<SocketAddr> = (host, port)
-        .to_socket_addrs()
-        .map_err(unresolved)?
-        .collect();
-    if found.is_empty() {
-        return Err(unresolved(std::io::Error::other("the host has no address")));
-    }
-    Ok(found)
 }
 
 /// Opens a non-blocking stream socket that no child inherits. The packets of a TCP socket are

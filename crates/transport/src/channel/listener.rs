@@ -8,8 +8,9 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use super::connect::{resolve, stream_socket};
+use super::connect::stream_socket;
 use super::connection::peer_address;
+use super::names::{address_of, name_of, resolve};
 use super::wait::Waiter;
 use super::{ChannelError, Connection, OpenError, Wait};
 use crate::address::Address;
@@ -79,10 +80,7 @@ impl Listener {
         let bound = SocketAddr::try_from(rustix::net::getsockname(&socket)?)?;
         Ok(Self {
             socket,
-            address: Address::Tcp {
-                host: bound.ip().to_string(),
-                port: bound.port(),
-            },
+            address: address_of(bound),
             _file: None,
         })
     }
@@ -164,9 +162,9 @@ fn is_of_one_connection(errno: Errno) -> bool {
     )
 }
 
-/// Returns the reason why a unix socket's path is in use.
+/// Returns the name of a peer, for people.
 fn peer_name(socket: &OwnedFd, local: &Address) -> String {
-    peer_address(socket).map_or_else(|| local.to_string(), |address| address.to_string())
+    peer_address(socket).map_or_else(|| local.to_string(), name_of)
 }
 
 impl AsFd for Listener {

@@ -9,12 +9,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, sockopt};
 use std::collections::VecDeque;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
-use super::connect::{resolve, stream_socket};
+use super::connect::stream_socket;
+use super::names::{literal, resolve};
 use super::{ChannelError, OpenError, Wait};
 use crate::address::Address;
 
@@ -64,8 +65,10 @@ pub(super) fn connect(
     worked: Option<SocketAddr>,
     wait: &Wait<'_>,
 ) -> Result<(OwnedFd, SocketAddr), ChannelError> {
-    let literal = host.parse::<IpAddr>().ok();
-    let literal = literal.map(|ip| SocketAddr::new(ip, port));
+    let literal = literal(host, port).map_err(|source| OpenError::Unresolved {
+        host: host.to_owned(),
+        source,
+    })?;
     let names = match literal {
         Some(_) => Names::Known,
         None => Names::Later,

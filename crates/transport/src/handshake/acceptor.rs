@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::pending::{Answer, Challenge, Granted, PendingPeer, Progress};
+use super::pending::{Answer, Challenge, Granted, PendingPeer, Progress, Standing};
 use super::secret::{Transcript, random_bytes};
 use super::{
     Agreed, Arrival, Expected, HELLO_LIMIT, Protection, Router, Secret, StrangerError,
@@ -18,10 +18,10 @@ use crate::channel::{Connection, Listener};
 use crate::wire::{Credentials, Hello, HelloReply, Side, Status, Welcome};
 
 /// The most pending connections. One more takes the place of another.
-const MAX_PENDING: usize = 32;
+const MAX_PENDING: usize = 128;
 /// The most connections that are accepted before the bytes of all are read. They are fewer than a
 /// new one outlives, so the preamble of a source that sends it at once is always read.
-const AT_A_TIME: usize = MAX_PENDING / 4;
+const AT_A_TIME: usize = MAX_PENDING / 16;
 /// The longest wait at the end for peers that were refused to read why.
 const PARTING: Duration = Duration::from_millis(200);
 /// The pause before the next accept(2) after one failed.
@@ -181,8 +181,7 @@ impl Worker {
                 let (protection, stop) = (orders.protection.clone(), orders.stop);
                 drop(orders);
                 for connection in parting {
-                    self.make_room();
-                    self.pending.push(PendingPeer::parting(connection));
+                    self.take(PendingPeer::parting(connection));
                 }
                 if stop {
                     return self.finish(&protection);
@@ -233,8 +232,7 @@ impl Worker {
                     Ok(None) => break,
                     Ok(Some(connection)) => {
                         self.retry_at = None;
-                        self.make_room();
-                        self.pending.push(PendingPeer::new(connection));
+                        self.take(PendingPeer::new(connection));
                     }
                     Err(error) => {
                         if self.retry_at.is_none() {
@@ -249,26 +247,24 @@ impl Worker {
         self.retry_at = None;
     }
 
-    /// Drops a pending connection if there are too many: one that was refused, or one that
-    /// [`crowd`] chooses. Those that name a session of this side come last.
-    ///
-    /// [`crowd`]: super::crowd
-    fn make_room(&mut self) {
-        if self.pending.len() < MAX_PENDING {
-            return;
-        }
-        let refused = self.pending.iter().position(PendingPeer::is_refused);
-        let places = |strangers: bool| {
-            let known = self.pending.iter().enumerate();
-            let these = known.filter(|(_, peer)| !(strangers && peer.names_session()));
-            let places = these.map(|(at, peer)| (at, peer.connection.origin()));
-            place_to_take(&places.collect::<Vec<_>>())
+    /// Takes one more connection. If there are too many, one makes room, as [`in_the_way`] says.
+    fn take(&mut self, peer: PendingPeer) {
+        let whose = if self.pending.len() < MAX_PENDING {
+            None
+        } else if let Some(at) = in_the_way(&self.pending) {
+            Some(self.pending.remove(at))
+        } else {
+            return self.crowded(&peer);
         };
-        let taken = refused.or_else(|| places(true)).or_else(|| places(false));
-        let dropped = self.pending.remove(taken.expect("there are some"));
-        if !dropped.is_refused() {
-            self.router
-                .stranger(dropped.stranger(StrangerError::Crowded));
+        self.pending.push(peer);
+        if let Some(dropped) = whose {
+            self.crowded(&dropped);
+        }
+    }
+
+    fn crowded(&self, peer: &PendingPeer) {
+        if peer.standing() > Standing::Refused {
+            self.router.stranger(peer.stranger(StrangerError::Crowded));
         }
     }
 
@@ -433,6 +429,31 @@ impl Worker {
         peer.refuse(message);
         Kept::Waiting(peer)
     }
+}
+
+/// Returns the connection that makes room: a refused one, or else one that [`crowd`] chooses. It
+/// chooses among those of the least [`Standing`] that are half of the places together. So a peer
+/// that gets on is safe from a flood of others that do not, and a new one has time to get on. Peers
+/// that are known make room for nobody.
+///
+/// [`crowd`]: super::crowd
+fn in_the_way(pending: &[PendingPeer]) -> Option<usize> {
+    let of = |most: Standing| {
+        let these = pending.iter().enumerate();
+        let these = these.filter(move |(_, peer)| peer.standing() <= most);
+        these.map(|(at, peer)| (at, peer.connection.origin()))
+    };
+    if let Some((at, _)) = of(Standing::Refused).next() {
+        return Some(at);
+    }
+    let mut those = Vec::new();
+    for most in [Standing::Silent, Standing::Speaking, Standing::Greeted] {
+        those = of(most).collect();
+        if those.len() >= MAX_PENDING / 2 {
+            break;
+        }
+    }
+    place_to_take(&those)
 }
 
 /// A pending connection after a step.

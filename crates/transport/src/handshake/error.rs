@@ -49,6 +49,22 @@ pub enum HandshakeError {
     Caller(io::Error),
 }
 
+impl HandshakeError {
+    /// Whether another attempt may pass: the connection ended before the peer gave a reason. So it
+    /// is when a peer makes room in a crowd.
+    #[must_use]
+    pub const fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            Self::Channel(
+                ChannelError::Closed { .. }
+                    | ChannelError::Lost { .. }
+                    | ChannelError::Tls(TlsError::Ended)
+            )
+        )
+    }
+}
+
 impl From<TlsError> for HandshakeError {
     fn from(error: TlsError) -> Self {
         Self::Channel(error.into())

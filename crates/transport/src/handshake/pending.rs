@@ -26,6 +26,21 @@ pub(super) struct PendingPeer {
     filled: usize,
 }
 
+/// What speaks for a pending peer, from the first to make room to the last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Standing {
+    /// It was refused and told so.
+    Refused,
+    /// It has sent nothing.
+    Silent,
+    /// It has sent what may be a preamble.
+    Speaking,
+    /// It has sent a preamble. Anyone can, where there is no TLS.
+    Greeted,
+    /// It has shown a certificate, or named a session that this side has.
+    Known,
+}
+
 /// The awaited bytes.
 enum Stage {
     /// The first byte: it tells TLS from plain.
@@ -112,14 +127,22 @@ impl PendingPeer {
         matches!(self.stage, Stage::PathCheck(_)) && self.filled == 0
     }
 
-    /// Whether the peer has named a session that this side has. A stranger does not know its
-    /// number.
-    pub(super) const fn names_session(&self) -> bool {
+    /// What speaks for the peer so far.
+    pub(super) fn standing(&self) -> Standing {
         match &self.stage {
-            Stage::Credentials(challenge) => matches!(challenge.expected, Expected::Known(_)),
-            // It has proved that it knows the session's secret.
-            Stage::PathCheck(granted) => !granted.agreed.key.opens_session(),
-            _ => false,
+            Stage::End => Standing::Refused,
+            Stage::FirstByte => Standing::Silent,
+            Stage::Tls(_) => Standing::Speaking,
+            // Behind TLS it has a certificate.
+            _ if self.connection.is_tls() => Standing::Known,
+            Stage::Hello => Standing::Speaking,
+            // A stranger does not know the number of a session.
+            Stage::Credentials(challenge) => match challenge.expected {
+                Expected::Known(_) => Standing::Known,
+                Expected::New => Standing::Greeted,
+            },
+            Stage::PathCheck(granted) if granted.agreed.key.opens_session() => Standing::Greeted,
+            Stage::PathCheck(_) => Standing::Known,
         }
     }
 

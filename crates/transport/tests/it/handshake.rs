@@ -2,14 +2,17 @@
 
 use pageferry_testkit::certificates::{Authority, Validity};
 use pageferry_testkit::handshake::*;
+use pageferry_testkit::shaper::{Plan, Shaper};
 use pageferry_testkit::{LIMIT, wait_for};
 use pageferry_transport::address::Address;
 use pageferry_transport::channel::{ChannelError, Connection, Listener, OpenError, Wait};
 use pageferry_transport::handshake::*;
 use pageferry_transport::wire::*;
 use ring::hmac;
+use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -284,7 +287,7 @@ fn a_crowd_of_idle_strangers_keeps_nobody_out() {
     for protection in [PLAIN, tls_protection()] {
         let destination = Destination::start(protection.clone());
         let began = Instant::now();
-        let crowd: Vec<TcpStream> = (0..40)
+        let crowd: Vec<TcpStream> = (0..160)
             .map(|at| {
                 let mut socket = socket_of(&destination.address);
                 // Some stop in the middle of TLS, some in the middle of a preamble.
@@ -300,7 +303,7 @@ fn a_crowd_of_idle_strangers_keeps_nobody_out() {
         open(&destination.address, &protection, &ours, FIRST).unwrap();
         open(&destination.address, &protection, &ours, bulk(0, 1, 1)).unwrap();
         assert!(began.elapsed() < HELLO_LIMIT);
-        assert!(destination.strangers().len() >= 9);
+        assert!(destination.strangers().len() >= 32);
         drop(crowd);
     }
 }
@@ -707,4 +710,71 @@ fn a_source_without_a_destination_is_refused() {
 #[test]
 fn sessions_differ() {
     assert_ne!(identity().session, identity().session);
+}
+
+/// Two threads connect from the source's own address without a pause, and hold what they opened.
+fn flood(address: &Address, first: &[u8], over: &AtomicBool) -> usize {
+    let mut held = VecDeque::new();
+    let mut count = 0;
+    while !over.load(Ordering::Relaxed) {
+        let mut socket = socket_of(address);
+        // It may be closed already.
+        let _ = socket.write_all(first);
+        held.push_back(socket);
+        count += 1;
+        if held.len() > 200 {
+            held.pop_front();
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    count
+}
+
+#[test]
+fn a_source_gets_through_a_flood_from_its_own_address() {
+    const OPENINGS: usize = 10;
+    // Those that have a certificate outrank any stranger. Without TLS a stranger can say all that a
+    // source says.
+    let hello = Hello::ours(FIRST, SessionId([7; 16])).encode();
+    for (protection, first, least) in [
+        (PLAIN, &b""[..], OPENINGS),
+        (PLAIN, &b"PGFE"[..], OPENINGS / 2),
+        (PLAIN, &hello[..], OPENINGS / 2),
+        (tls_protection(), &b""[..], OPENINGS),
+        (tls_protection(), &[0x16, 3, 1][..], OPENINGS / 2),
+    ] {
+        let destination = Destination::start(protection.clone());
+        let over = AtomicBool::new(false);
+        let (passed, floods) = thread::scope(|scope| {
+            let to = &destination.address;
+            // The source is 10 ms away, and the flood is near.
+            let Address::Tcp { host, port } = to else {
+                panic!("a TCP address");
+            };
+            let near = format!("{host}:{port}").parse().unwrap();
+            let plan = Plan {
+                delay: Duration::from_millis(10),
+                ..Plan::default()
+            };
+            let way = Shaper::start(near, plan).unwrap();
+            let far = format!("localhost:{}", way.addr().port()).parse().unwrap();
+            let floods = [(); 2].map(|()| scope.spawn(|| flood(to, first, &over)));
+            wait_for("a crowd", || {
+                (destination.strangers().len() > 64).then_some(())
+            });
+            let ours = identity();
+            let mut keys = (1..).map(ChannelKey::control);
+            let passed = (0..OPENINGS).filter(|_| {
+                let key = keys.next().expect("there is no end");
+                let opened = open(&far, &protection, &ours, key);
+                opened.is_ok()
+                    && destination.take(key).is_tls() == matches!(protection, Protection::Tls(_))
+            });
+            let passed = passed.count();
+            over.store(true, Ordering::Relaxed);
+            (passed, floods.map(|flood| flood.join().unwrap()))
+        });
+        eprintln!("{first:?}: {passed} of {OPENINGS} beside {floods:?}");
+        assert!(passed >= least, "{first:?}: {passed} of {OPENINGS}");
+    }
 }
