@@ -3,14 +3,17 @@
 use rustls::client::Resumption;
 use rustls::crypto::{CryptoProvider, ring as provider};
 use rustls::pki_types::pem::{self, PemObject};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
 use rustls::version::TLS13;
-use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection};
+use rustls::{
+    CertificateError, ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection,
+};
 use std::sync::Arc;
 
 use super::contents::{self, Wanted};
+use super::kinds::why_not_key;
 use super::reasons::why_not;
 use super::verifier::NamedClients;
 use super::{Pem, Tls, TlsError, TlsFiles, TlsPem};
@@ -40,6 +43,7 @@ impl TlsFiles {
 
 impl TlsPem {
     /// Takes the certificates and the key out of their texts, and checks that they fit together.
+    /// Certificates of a kind that the peer would refuse are refused here, also among the CAs.
     ///
     /// # Errors
     /// [`TlsError`], with the name of the text at fault.
@@ -53,12 +57,8 @@ impl TlsPem {
             error => unreadable(&self.key, &error),
         });
         let key = key.map_err(|error| contents::explained(error, &self.key, Wanted::Key))?;
-        let mut roots = RootCertStore::empty();
-        for root in certificates(&self.ca)? {
-            roots
-                .add(root)
-                .map_err(|error| malformed(&self.ca, error))?;
-        }
+        let roots = anchors(&self.ca, certificates(&self.ca)?)?;
+        anchors(&self.cert, chain.clone())?;
         self.build(chain, &key, Arc::new(roots), peer_name)
     }
 
@@ -73,8 +73,8 @@ impl TlsPem {
         let signing = provider.key_provider.load_private_key(key.clone_key());
         let signing = signing.map_err(|_| TlsError::WrongContents {
             pem: self.key.name().to_owned(),
-            why: "has a key that is damaged or of a kind that is not supported: expected RSA, ECDSA \
-                  with P-256 or P-384, or Ed25519",
+            why: "has a key that is damaged or of a kind that is not supported: expected ECDSA \
+                  P-256, ECDSA P-384, Ed25519 or RSA of 2048 to 4096 bits",
         })?;
         let fits = |cert: &CertificateDer<'static>| {
             CertifiedKey::new(vec![cert.clone()], Arc::clone(&signing))
@@ -108,6 +108,17 @@ impl TlsPem {
                 pem: self.ca.name().to_owned(),
                 why: error.to_string(),
             })?;
+        // The peer verifies this too. Its CAs, its clock and its part may differ from this side's,
+        // so only the errors that these do not change count.
+        if let Err(
+            error @ rustls::Error::InvalidCertificate(
+                CertificateError::UnsupportedSignatureAlgorithmContext { .. }
+                | CertificateError::Other(_),
+            ),
+        ) = verifier.verify_client_cert(&chain[0], &chain[1..], UnixTime::now())
+        {
+            return Err(own(error));
+        }
         let verifier = Arc::new(NamedClients::new(verifier, peer_name.clone()));
         let mut server = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])
@@ -203,12 +214,27 @@ fn certificates(pem: &Pem) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     Ok(found)
 }
 
+/// Reads certificates, and checks that rustls can verify signatures with the key of each.
+fn anchors(pem: &Pem, certs: Vec<CertificateDer<'_>>) -> Result<RootCertStore, TlsError> {
+    let mut anchors = RootCertStore::empty();
+    for (index, cert) in certs.into_iter().enumerate() {
+        anchors.add(cert).map_err(|error| malformed(pem, error))?;
+        if let Some(why) = why_not_key(&anchors.roots[index].subject_public_key_info) {
+            return Err(TlsError::Malformed {
+                pem: pem.name().to_owned(),
+                why: format!("the key of certificate {} in it {why}", index + 1),
+            });
+        }
+    }
+    Ok(anchors)
+}
+
 /// The error for a certificate of this side.
 fn malformed(pem: &Pem, error: rustls::Error) -> TlsError {
     TlsError::Malformed {
         pem: pem.name().to_owned(),
         why: match error {
-            rustls::Error::InvalidCertificate(error) => why_not(&error).to_owned(),
+            rustls::Error::InvalidCertificate(error) => why_not(&error),
             error => error.to_string(),
         },
     }

@@ -47,7 +47,7 @@ fn what_else(bytes: &[u8], wanted: Wanted) -> Option<&'static str> {
             "is a key of OpenSSH: expected PKCS#8, which `openssl genpkey` writes"
         }
         Wanted::Key if has("DSA PRIVATE KEY") => {
-            "is a DSA key: expected RSA, ECDSA with P-256 or P-384, or Ed25519"
+            "is a DSA key: expected one of another kind, such as `openssl genpkey -algorithm ed25519` writes"
         }
         Wanted::Key if certificate && !key => {
             "has no private key, but a certificate: are certificate and key swapped?"

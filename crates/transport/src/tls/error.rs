@@ -36,8 +36,8 @@ pub enum TlsError {
         /// What it has, and what would be right: the rest of the sentence.
         why: &'static str,
     },
-    /// A PEM text or a certificate in it is damaged.
-    #[error("{pem} is damaged or not supported: {why}")]
+    /// A PEM text or a certificate in it is damaged, or of a kind that is not supported.
+    #[error("{pem} does not serve: {why}")]
     Malformed {
         /// The name of the text.
         pem: String,
@@ -91,7 +91,7 @@ pub enum TlsError {
     NoPeerCertificate,
     /// The peer refused the certificate of this side.
     #[error("the peer refused this side's certificate: {0}")]
-    CertificateRefused(&'static str),
+    CertificateRefused(String),
     /// The peer broke TLS off with another alert.
     #[error("the peer broke TLS off with alert {0} of TLS")]
     Alert(u8),

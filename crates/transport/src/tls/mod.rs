@@ -20,6 +20,8 @@ mod error;
 mod file;
 mod first_bytes;
 #[cfg(feature = "tls")]
+mod kinds;
+#[cfg(feature = "tls")]
 mod pem;
 #[cfg(feature = "tls")]
 mod reasons;

@@ -4,6 +4,7 @@ use rustls::{AlertDescription, CertificateError};
 
 use super::FirstBytes;
 use super::TlsError;
+use super::kinds::signatures;
 
 impl TlsError {
     /// Returns the variant for an error of rustls. `first` are the first bytes of the peer.
@@ -43,20 +44,30 @@ impl TlsError {
                     false => names(&presented),
                 },
             },
-            CertificateError::UnknownIssuer => Self::UnknownIssuer,
-            // A root of the same name with another key.
-            CertificateError::BadSignature => Self::UnknownIssuer,
-            error => Self::BadPeerCertificate(why_not(&error).to_owned()),
+            // The others are those of a root of the same name with another key, or kind of key.
+            CertificateError::UnknownIssuer
+            | CertificateError::BadSignature
+            | CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. } => {
+                Self::UnknownIssuer
+            }
+            error => Self::BadPeerCertificate(why_not(&error)),
         }
     }
 
     fn from_alert(alert: AlertDescription) -> Self {
-        Self::CertificateRefused(match alert {
+        let why = match alert {
             AlertDescription::CertificateExpired => {
                 "it has expired or is not valid yet; renew it, or check the clocks of both hosts"
             }
-            AlertDescription::UnknownCA | AlertDescription::DecryptError => {
+            AlertDescription::UnknownCA => {
                 "no CA of the peer signed it; give both sides the same CA"
+            }
+            AlertDescription::DecryptError => {
+                return Self::CertificateRefused(format!(
+                    "no CA of the peer signed it, or the peer does not support its kind of \
+                     signature; give both sides the same CA, which signs with {}",
+                    signatures()
+                ));
             }
             AlertDescription::BadCertificate => {
                 "it is not for the name that the peer expects, or it is damaged"
@@ -66,7 +77,8 @@ impl TlsError {
             }
             AlertDescription::CertificateRevoked => "it was revoked",
             AlertDescription::CertificateUnknown | AlertDescription::AccessDenied => {
-                "it is not acceptable there"
+                "a field of it is not supported there, or the peer's CA may not issue it for a \
+                 host; the peer says which"
             }
             AlertDescription::CertificateRequired => {
                 "this side sent none; give it a certificate of the peer's CA"
@@ -81,13 +93,14 @@ impl TlsError {
             | AlertDescription::ProtocolVersion
             | AlertDescription::InsufficientSecurity => return Self::NothingInCommon,
             alert => return Self::Alert(u8::from(alert)),
-        })
+        };
+        Self::CertificateRefused(why.to_owned())
     }
 }
 
 /// Says why a certificate is not acceptable, and which one would be.
-pub(super) fn why_not(error: &CertificateError) -> &'static str {
-    match error {
+pub(super) fn why_not(error: &CertificateError) -> String {
+    let why = match error {
         CertificateError::BadEncoding => "it is damaged, or no X.509 certificate",
         CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
             "it has expired: renew it, or check this host's clock"
@@ -100,32 +113,38 @@ pub(super) fn why_not(error: &CertificateError) -> &'static str {
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
             "its extended key usage must allow both the client's and the server's part"
         }
-        CertificateError::UnsupportedSignatureAlgorithmContext { .. }
-        | CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. } => {
-            "its signature is of a kind that is not supported: expected SHA-256, SHA-384 or SHA-512 \
-             with RSA or ECDSA, or Ed25519"
+        CertificateError::UnsupportedSignatureAlgorithmContext { .. } => {
+            return format!(
+                "its signature is of a kind that is not supported: expected {}",
+                signatures()
+            );
         }
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
             "it is for another name"
         }
-        // The error is that of the library that reads certificates. It says no more than its name.
-        CertificateError::Other(other) => match other.0.to_string().as_str() {
-            "UnsupportedCertVersion" => {
+        // The library below rustls has more reasons.
+        CertificateError::Other(other) => match other.0.downcast_ref() {
+            Some(webpki::Error::UnsupportedCertVersion) => {
                 "it is of X.509 version 1: make one of version 3, which has extensions"
             }
-            "CaUsedAsEndEntity" => {
+            Some(webpki::Error::CaUsedAsEndEntity) => {
                 "it is that of a CA: expected one that a CA has issued for the host"
             }
-            "EndEntityUsedAsCa" => "it was signed by one that is not that of a CA",
-            "UnsupportedCriticalExtension" => UNKNOWN_EXTENSION,
-            "NameConstraintViolation" => "its CA may not issue one for this name",
-            "PathLenConstraintViolated" | "MaximumPathDepthExceeded" => {
-                "more CAs are between it and the root than the root allows"
+            Some(webpki::Error::EndEntityUsedAsCa) => {
+                "it was signed by one that is not that of a CA"
             }
+            Some(webpki::Error::UnsupportedCriticalExtension) => UNKNOWN_EXTENSION,
+            Some(webpki::Error::NameConstraintViolation) => {
+                "its CA may not issue one for this name"
+            }
+            Some(
+                webpki::Error::PathLenConstraintViolated | webpki::Error::MaximumPathDepthExceeded,
+            ) => "more CAs are between it and the root than the root allows",
             _ => "a field of it is malformed or not supported",
         },
         _ => "a field of it is not acceptable",
-    }
+    };
+    why.to_owned()
 }
 
 const UNKNOWN_EXTENSION: &str =

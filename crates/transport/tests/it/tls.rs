@@ -154,6 +154,156 @@ fn both_ends_hear_of_a_wrong_root() {
     }
 }
 
+/// Finds the certificate or the key of this name.
+fn fixture(name: &str) -> &'static str {
+    let all = include_str!("../fixtures/certificates.pem");
+    let named = |block: &'static str| block.strip_prefix(name)?.strip_prefix('\n');
+    all.split("\n\n").find_map(named).unwrap()
+}
+
+/// A side with certificates of the fixtures. The first one is that of the host.
+fn of_fixtures(cert: &[&str], ca: &[&str]) -> TlsPem {
+    let pem = |name: &str, fixtures: &[&str]| {
+        let texts: Vec<_> = fixtures.iter().map(|name| fixture(name)).collect();
+        Pem::new(name, texts.join("\n"))
+    };
+    TlsPem {
+        cert: pem("cert", cert),
+        key: pem("key", &["key"]),
+        ca: pem("ca", ca),
+        peer_name: Some("localhost".to_owned()),
+    }
+}
+
+fn protection(pem: &TlsPem) -> Protection {
+    Protection::Tls(pem.load().unwrap())
+}
+
+const SIGNATURES: &str = "ECDSA P-256 with SHA-256 or SHA-384, ECDSA P-384 with SHA-256 or \
+    SHA-384, Ed25519 or RSA of 2048 to 8192 bits with SHA-256, SHA-384 or SHA-512";
+const KEYS: &str = "ECDSA P-256, ECDSA P-384, Ed25519 or RSA of 2048 to 8192 bits";
+const NO_CA_OR_KIND: &str = "no CA of the peer signed it, or the peer does not support its kind of \
+    signature; give both sides the same CA, which signs with ECDSA P-256 with SHA-256 or SHA-384,";
+
+/// The side that has such a certificate says so before it connects, if it knows the CA. Otherwise
+/// both ends say so.
+#[test]
+fn signatures_of_another_kind_are_named_at_both_ends() {
+    for (cert, ca) in [
+        ("rsa-md5", "rsa"),
+        ("rsa-sha1", "rsa"),
+        ("rsa-pss-salt-20", "rsa"),
+        ("p256-sha512", "p256"),
+    ] {
+        let why =
+            format!("its signature is of a kind that is not supported: expected {SIGNATURES}");
+        let error = of_fixtures(&[cert], &[ca]).load().unwrap_err().to_string();
+        let expected = format!("cert does not serve: {why} (PSS: with a salt as long as the hash)");
+        assert_eq!(error, expected, "{cert}");
+
+        // Each side trusts only the CA of the other.
+        let other = Authority::new("other").issue(&["localhost"], Validity::Now);
+        let shows = protection(&TlsPem {
+            ca: Pem::new("ca", other.read("ca.pem")),
+            ..of_fixtures(&[cert], &[])
+        });
+        let knows = || {
+            protection(&TlsPem {
+                cert: Pem::new("cert", other.read("cert.pem")),
+                key: Pem::new("key", other.read("key.pem")),
+                ..of_fixtures(&[], &[ca])
+            })
+        };
+        let sentence = format!("the peer's certificate is not acceptable: {why}");
+        assert_told(refused(&knows(), shows.clone()), &sentence, NO_CA_OR_KIND);
+        assert_told(refused(&shows, knows()), NO_CA_OR_KIND, &sentence);
+    }
+}
+
+/// As after a CA was made anew with a key of another kind.
+#[test]
+fn a_root_with_another_kind_of_key_is_another_root() {
+    let side = Authority::new("CA").issue(&["localhost"], Validity::Now);
+    let shows = protection(&TlsPem {
+        ca: Pem::new("ca", side.read("ca.pem")),
+        ..of_fixtures(&["rsa-sha512"], &[])
+    });
+    let told = refused(&shows, side.protection(Some("localhost")));
+    let sentence = "no CA of this side signed the peer's certificate";
+    assert_told(told, NO_CA_OR_KIND, sentence);
+}
+
+#[test]
+fn signatures_of_each_kind_that_is_named_serve() {
+    for (cert, ca) in [
+        ("rsa-sha512", "rsa"),
+        ("rsa-pss-sha384", "rsa"),
+        ("p256-sha384", "p256"),
+    ] {
+        let side = || protection(&of_fixtures(&[cert], &[ca]));
+        let destination = Destination::start(side());
+        let identity = Identity::random().unwrap();
+        let near = open(&destination.address, &side(), &identity, FIRST).unwrap();
+        assert!(near.connection.is_tls(), "{cert}");
+    }
+}
+
+#[test]
+fn keys_that_verify_nothing_are_named_with_their_file() {
+    for (ca, is) in [
+        ("p521", "of a kind that is not supported"),
+        ("ed448", "of a kind that is not supported"),
+        ("rsa-pss", "of a kind that is not supported"),
+        ("rsa-1024", "RSA of 1024 bits"),
+    ] {
+        for (cert, roots, which) in [
+            (
+                &["rsa-sha512"][..],
+                &[ca][..],
+                "ca does not serve: the key of certificate 1",
+            ),
+            (
+                &["rsa-sha512"],
+                &["rsa", ca],
+                "ca does not serve: the key of certificate 2",
+            ),
+            (
+                &["rsa-sha512", ca],
+                &["rsa"],
+                "cert does not serve: the key of certificate 2",
+            ),
+            (
+                &[ca],
+                &["rsa"],
+                "cert does not serve: the key of certificate 1",
+            ),
+        ] {
+            let error = of_fixtures(cert, roots).load().unwrap_err().to_string();
+            assert_eq!(error, format!("{which} in it is {is}: expected {KEYS}"));
+        }
+    }
+}
+
+#[test]
+fn certificates_that_are_none_of_a_host_are_named_with_their_file() {
+    for (cert, why) in [
+        ("version-1", "it is of X.509 version 1"),
+        (
+            "own-ca",
+            "it is that of a CA: expected one that a CA has issued for the host",
+        ),
+    ] {
+        let error = of_fixtures(&[cert], &["rsa"])
+            .load()
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with(&format!("cert does not serve: {why}")),
+            "{error}"
+        );
+    }
+}
+
 #[test]
 fn a_client_without_a_certificate_is_refused() {
     let authority = Authority::new("CA");
@@ -254,7 +404,7 @@ fn files_that_do_not_fit_are_named_with_the_reason() {
         "cert.pem",
         "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n",
     );
-    assert!(why().contains("cert.pem is damaged"), "{}", why());
+    assert!(why().contains("cert.pem does not serve"), "{}", why());
     side.write("cert.pem", &cert);
     side.write("ca.pem", "");
     assert!(why().contains("ca.pem has no certificate"), "{}", why());
@@ -377,7 +527,7 @@ fn files_that_were_mixed_up_are_named() {
         (
             good.cert.clone(),
             path("odd.pem", nonsense),
-            "expected RSA, ECDSA",
+            "expected ECDSA P-256",
         ),
         (good.cert.clone(), path("empty.pem", b""), "is empty"),
         (
