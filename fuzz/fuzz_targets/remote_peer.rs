@@ -2,9 +2,9 @@
 //! large allocation, and nothing that the peer did not send becomes contents.
 
 use pageferry_remote::peer::Shares;
-use pageferry_remote::peer::answer::{Awaits, Limited, answer, greet};
+use pageferry_remote::peer::answer::{Awaits, Limited, answer};
 use pageferry_remote::peer::talk::Talk;
-use pageferry_remote::peer::wire::{HEADER_BYTES, HELLO_BYTES, MAX_BODY, Reply, hello};
+use pageferry_remote::peer::wire::{HEADER_BYTES, MAX_BODY, Reply};
 use std::io::{self, Read, Write};
 use std::path::PathBuf;
 use std::sync::OnceLock;
@@ -51,15 +51,10 @@ fn shares() -> &'static Shares {
 
 /// A client of a server that says `bytes`.
 fn client(bytes: &[u8]) {
-    let greeting = [&hello()[..], bytes].concat();
-    let says = match bytes.first() {
-        Some(0) => bytes,
-        _ => &greeting,
-    };
-    let heard = Vec::new();
-    let Ok(mut talk) = Talk::begin(Peer { says, heard }) else {
-        return;
-    };
+    let mut talk = Talk::new(Peer {
+        says: bytes,
+        heard: Vec::new(),
+    });
     if let Ok(opened) = talk.open("a") {
         assert!(!opened.identity.contains(char::is_control));
         let Ok(extents) = talk.extents(opened.bytes, 1000) else {
@@ -81,15 +76,13 @@ fn client(bytes: &[u8]) {
 
 /// A server of a client that says `bytes`.
 fn server(bytes: &[u8]) {
-    let says = [&hello()[..], bytes].concat();
-    let heard = Vec::new();
-    let mut peer = Peer { says: &says, heard };
-    if greet(&mut peer, || ()).is_err() {
-        return;
-    }
+    let mut peer = Peer {
+        says: bytes,
+        heard: Vec::new(),
+    };
     // An error ends the connection, and all before it was answered.
     let _ = answer(&mut peer, shares());
-    let mut heard = &peer.heard[HELLO_BYTES..];
+    let mut heard = &peer.heard[..];
     while let Some((header, rest)) = heard.split_first_chunk::<HEADER_BYTES>() {
         let reply = Reply::decode(header).unwrap();
         assert!(reply.len <= MAX_BODY);

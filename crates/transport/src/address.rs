@@ -106,6 +106,14 @@ impl Address {
         Ok(Self::Unix(path.to_owned()))
     }
 
+    /// The address as people write it without its kind: `HOST:PORT`, or the path of a socket.
+    #[must_use]
+    pub fn authority(&self) -> String {
+        let text = self.to_string();
+        let bare = text.split_once(':').map(|(_, bare)| bare.to_owned());
+        bare.unwrap_or(text)
+    }
+
     fn tcp(text: &str, rest: &str) -> Result<Self, AddressError> {
         let (host, port) = rest
             .rsplit_once(':')

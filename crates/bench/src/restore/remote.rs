@@ -4,8 +4,8 @@ use crate::BenchError;
 use crate::peer::within;
 use pageferry_hosts::{Error, Host, Link, Rate, TwoHosts};
 use pageferry_pager::Store;
-use pageferry_remote::peer::{PeerStore, Protection, Server, Shares};
-use std::net::TcpListener;
+use pageferry_remote::peer::{PeerStore, Server, Shares};
+use pageferry_transport::{Listener, PlainPolicy};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -30,20 +30,21 @@ impl Remote {
         let shares = Shares::of_files([("memory".to_owned(), memory.to_owned())]);
         let shares = shares.map_err(BenchError::peer)?;
         let server = within(&hosts, Host::A, || {
-            let listener = TcpListener::bind(ADDRESS).map_err(BenchError::peer)?;
+            let address = ADDRESS.parse().expect("an address");
+            let listener = Listener::bind(&address).map_err(BenchError::peer)?;
             // Without certificates: the benchmark is of the protocol and the link.
-            Server::start(listener, shares, Protection::Insecure).map_err(BenchError::peer)
+            Server::start(listener, shares, None, PlainPolicy::Anywhere).map_err(BenchError::peer)
         })?;
         Ok(Some(Self { hosts, server }))
     }
 
     /// The address of the file.
     pub(super) fn memory(&self) -> PathBuf {
-        format!("pageferry://{}/memory", self.server.address()).into()
+        format!("pageferry://{}/memory", self.server.address().authority()).into()
     }
 
     /// A new store, which has read nothing yet.
     pub(super) fn store() -> Arc<dyn Store> {
-        Arc::new(PeerStore::new(Protection::Insecure))
+        Arc::new(PeerStore::new(None, PlainPolicy::Anywhere))
     }
 }

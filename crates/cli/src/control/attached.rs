@@ -8,12 +8,14 @@
 //! **Mechanism.** After the result line the connection carries bytes, not lines. The thread of the
 //! client looks at both directions in turn. The console keeps the text for all clients.
 
-use super::server::{WRITE_LIMIT, write_within};
+use super::server::WRITE_LIMIT;
 use crate::signals::{Interrupts, sleep_on};
 use pageferry_machine::Console;
+use pageferry_transport::{Connection, Stream};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::io::{ErrorKind, Read, Write};
-use std::os::unix::net::UnixStream;
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The most keys that are read at once.
@@ -21,67 +23,57 @@ const MOST_KEYS: usize = 4096;
 
 /// Serves a client until it leaves, or `is_over` holds. It has typed `keys` already.
 pub(super) fn serve(
-    mut stream: &UnixStream,
+    client: &Arc<Connection>,
     console: &Console,
     mut keys: Vec<u8>,
     is_over: &dyn Fn() -> bool,
 ) {
-    if stream.set_nonblocking(true).is_err() {
-        return;
-    }
     let (mut text, mut position) = (Vec::new(), 0);
     loop {
         if is_over() {
             // The last words. A client that does not read them now has had its time.
             text.extend(console.text_since(position, Duration::ZERO).0);
-            let _ = stream
-                .set_nonblocking(false)
-                .and_then(|()| write_within(stream, &text, WRITE_LIMIT));
+            let _ = Stream::new(Arc::clone(client), WRITE_LIMIT).write_all(&text);
             return;
         }
         if text.is_empty() {
             (text, position) = console.text_since(position, Interrupts::POLL);
         } else {
-            wait_until_writable(stream);
+            wait_until_writable(client);
         }
-        match stream.write(&text) {
-            _ if text.is_empty() => {}
+        match client.try_send(&text, "text") {
             Ok(written) => drop(text.drain(..written)),
-            Err(e) if e.kind() == ErrorKind::WouldBlock => {}
-            Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(_) => return,
         }
         if keys.is_empty() {
             let mut bytes = [0; MOST_KEYS];
-            match stream.read(&mut bytes) {
-                Ok(0) => return,
-                Ok(read) => keys.extend_from_slice(&bytes[..read]),
-                Err(e) if e.kind() == ErrorKind::WouldBlock => {}
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            match client.recv_pending(&mut bytes, "keys") {
+                Ok(None) => {}
+                Ok(Some(read)) => keys.extend_from_slice(&bytes[..read]),
                 Err(_) => return,
             }
         }
         let taken = console.send(&keys);
         keys.drain(..taken);
-        if taken == 0 && !keys.is_empty() && has_left(stream) {
+        if taken == 0 && !keys.is_empty() && has_left(client) {
             return;
         }
     }
 }
 
-fn wait_until_writable(stream: &UnixStream) {
+fn wait_until_writable(client: &Connection) {
     // Keys must not wait for a client that reads slowly.
     let either = PollFlags::OUT | PollFlags::IN;
-    sleep_on(&mut [PollFd::new(stream, either)], Interrupts::POLL);
+    sleep_on(&mut [PollFd::new(client, either)], Interrupts::POLL);
 }
 
 /// Whether the client has closed the connection, also behind keys that were not read yet.
-fn has_left(stream: &UnixStream) -> bool {
+fn has_left(client: &impl AsFd) -> bool {
     let now = Timespec {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    let mut polled = [PollFd::new(stream, PollFlags::RDHUP)];
+    let mut polled = [PollFd::new(client, PollFlags::RDHUP)];
     let closed = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
     poll(&mut polled, Some(&now)).is_ok() && polled[0].revents().intersects(closed)
 }
@@ -90,12 +82,15 @@ fn has_left(stream: &UnixStream) -> bool {
 mod tests {
     use super::*;
     use pageferry_testkit::{LIMIT, wait_until};
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     /// Serves a client of `console` meanwhile.
     fn attached(console: &Console, act: impl FnOnce(UnixStream, &AtomicBool)) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         theirs.set_read_timeout(Some(LIMIT)).unwrap();
+        let ours = Arc::new(Connection::adopt_fd(ours.into()).unwrap());
         let over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {

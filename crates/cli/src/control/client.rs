@@ -21,7 +21,7 @@ const WRITE_LIMIT: Duration = Duration::from_secs(5);
 pub(crate) struct Client {
     path: PathBuf,
     stream: UnixStream,
-    lines: LineReader,
+    lines: LineReader<UnixStream>,
 }
 
 impl Client {

@@ -1,7 +1,6 @@
 //! Lines of bounded length from a socket that may be slow, hostile or gone.
 
 use std::io::{ErrorKind, Read};
-use std::os::unix::net::UnixStream;
 
 /// The reason why there is no line.
 #[derive(Debug)]
@@ -20,18 +19,18 @@ pub(crate) enum NoLine {
 
 /// Cuts a stream of bytes into lines.
 #[derive(Debug)]
-pub(crate) struct LineReader {
-    stream: UnixStream,
+pub(crate) struct LineReader<S> {
+    stream: S,
     buffer: Vec<u8>,
     /// The number of bytes of `buffer` already searched for a newline.
     searched: usize,
     limit: usize,
 }
 
-impl LineReader {
-    /// Reads lines of at most `limit` bytes from `stream`. Its read timeout sets how often a wait
-    /// checks whether to stop.
-    pub(crate) fn new(stream: UnixStream, limit: usize) -> Self {
+impl<S: Read> LineReader<S> {
+    /// Reads lines of at most `limit` bytes from `stream`. The time after which its reads end sets
+    /// how often a wait checks whether to stop.
+    pub(crate) const fn new(stream: S, limit: usize) -> Self {
         Self {
             stream,
             buffer: Vec::new(),
@@ -98,8 +97,9 @@ impl LineReader {
 mod tests {
     use super::*;
     use std::io::Write;
+    use std::os::unix::net::UnixStream;
 
-    fn pair(limit: usize) -> (UnixStream, LineReader) {
+    fn pair(limit: usize) -> (UnixStream, LineReader<UnixStream>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         (theirs, LineReader::new(ours, limit))
     }

@@ -7,6 +7,8 @@ use crate::args::{OwnerArgs, mode};
 use clap::{Args, Subcommand, ValueEnum};
 use pageferry_harness::size;
 use pageferry_pager::{Background, Format, Name, OnLoss, Restore, is_address};
+#[cfg(feature = "peers")]
+use pageferry_transport::address::Address;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
@@ -218,7 +220,7 @@ pub(crate) struct ShareArgs {
     pub(crate) directory: Option<PathBuf>,
     /// Where to listen: HOST:PORT, with port 0 for any
     #[arg(long, value_name = "ADDR")]
-    pub(crate) listen: String,
+    pub(crate) listen: Address,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
 }

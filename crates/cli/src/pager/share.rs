@@ -3,35 +3,35 @@
 use super::args::ShareArgs;
 use super::{POLL, asked_to_end, service};
 use crate::args::TlsArgs;
-use crate::exit::{Exit, Failure, of_tls};
+use crate::control::options::plain;
+use crate::exit::{Exit, Failure, of_listen, of_tls};
 use crate::output;
 use crate::signals::Interrupts;
-use pageferry_migration::Tls;
 use pageferry_pager::{FileSource, Store};
-use pageferry_remote::peer::{PeerStore, Protection, ServeError, Server, Shares};
-use std::net::TcpListener;
+use pageferry_remote::peer::{PeerStore, ServeError, Server, Shares};
+use pageferry_transport::{Listener, Tls};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The time after which a host that shares reads its certificates again.
+const RENEW: Duration = Duration::from_secs(60);
 
 /// The store of other hosts. Without certificates it reads from this host alone.
 ///
 /// # Errors
 /// When the certificates do not serve.
-pub(super) fn store(tls: &TlsArgs) -> Result<Arc<dyn Store>, Failure> {
-    let protection = protection(tls);
-    if let Protection::Tls(tls) = &protection {
+pub(super) fn store(args: &TlsArgs) -> Result<Arc<dyn Store>, Failure> {
+    let tls = certificates(args);
+    if let Some(tls) = &tls {
         // Each connection reads them anew. A wrong file must not wait for the first one.
         tls.load()
             .map_err(|why| Failure::new(of_tls(&why), why.to_string()))?;
     }
-    Ok(Arc::new(PeerStore::new(protection)))
+    Ok(Arc::new(PeerStore::new(tls, plain(args.insecure))))
 }
 
-fn protection(args: &TlsArgs) -> Protection {
-    match args.options() {
-        Some(options) => Protection::Tls(Tls::from(&options)),
-        None if args.insecure => Protection::Insecure,
-        None => Protection::Loopback,
-    }
+fn certificates(args: &TlsArgs) -> Option<Tls> {
+    args.options().map(|options| Tls::from(&options))
 }
 
 /// `pageferry pager share`.
@@ -48,11 +48,9 @@ pub(super) fn share(args: &ShareArgs, interrupts: &Interrupts) -> Result<(), Fai
         }
     };
     let shares = shares.map_err(|why| usage(&why))?;
-    let listener = TcpListener::bind(&args.listen).map_err(|why| {
-        let why = format!("cannot listen at {}: {why}", args.listen);
-        Failure::new(Exit::Address, why)
-    })?;
-    let server = Server::start(listener, shares, protection(&args.tls)).map_err(|why| {
+    let listener = Listener::bind(&args.listen).map_err(|why| of_listen(&why))?;
+    let (tls, plain) = (certificates(&args.tls), plain(args.tls.insecure));
+    let server = Server::start(listener, shares, tls, plain).map_err(|why| {
         let exit = match &why {
             ServeError::Tls(why) => of_tls(why),
             ServeError::Plain(_) => Exit::Usage,
@@ -64,11 +62,19 @@ pub(super) fn share(args: &ShareArgs, interrupts: &Interrupts) -> Result<(), Fai
         };
         Failure::new(exit, format!("{why}{hint}"))
     })?;
-    output::result(&format!("sharing at {}\n", server.address()));
-    service::ready(&format!("sharing at {}", server.address()));
+    let about = format!("sharing at {}", server.address().authority());
+    output::result(&format!("{about}\n"));
+    service::ready(&about);
     let mut watchdog = service::Watchdog::new();
+    let mut renewed = Instant::now();
     while !asked_to_end(interrupts) {
         watchdog.live();
+        if renewed.elapsed() >= RENEW {
+            renewed = Instant::now();
+            if let Err(why) = server.read_certificates() {
+                tracing::warn!("the certificates of before stay in use: {why}");
+            }
+        }
         std::thread::sleep(POLL);
     }
     service::stopping();

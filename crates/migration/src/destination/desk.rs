@@ -237,7 +237,7 @@ impl Desk {
 
 impl Router for Desk {
     fn route(&self, hello: &Hello, opens: bool) -> Result<Expected, Status> {
-        if hello.key.role == Role::Tunnel {
+        if matches!(hello.key.role, Role::Tunnel | Role::Share) {
             return Err(Status::BadRole);
         }
         let state = self.lock();

@@ -62,7 +62,7 @@ impl Supervisor<'_, '_, '_> {
                 self.link.control = Some(control);
             }
             // The desk lets no tunnel in.
-            Role::Tunnel => connection.shutdown(),
+            Role::Tunnel | Role::Share => connection.shutdown(),
             _ if generation != self.state.generation => connection.shutdown(),
             Role::Bulk => {
                 // An older incarnation ends first.

@@ -356,6 +356,7 @@ impl Route {
     ) -> Result<Opened, HandshakeError> {
         match self {
             Self::To(address) => {
+                protection.allows(address)?;
                 let wait = Wait::block("connection").within(limit).unless(stop);
                 let connection = Connection::connect_preferring(address, worked.of(self), &wait)?;
                 let found = connection.tcp_peer();

@@ -185,7 +185,7 @@ impl FrameType {
         match role {
             Role::Control => !matches!(self, Self::Pages | Self::Receipt),
             Role::Bulk => matches!(self, Self::Pages | Self::Receipt | Self::Alive),
-            Role::Urgent | Role::Tunnel => false,
+            Role::Urgent | Role::Tunnel | Role::Share => false,
         }
     }
 

@@ -247,7 +247,7 @@ fn a_frame_is_refused_from_a_wrong_side_and_on_a_wrong_channel() {
                 let may_travel = match on {
                     Role::Control => ![Pages, Receipt].contains(&frame),
                     Role::Bulk => [Pages, Receipt, Alive].contains(&frame),
-                    Role::Urgent | Role::Tunnel => false,
+                    Role::Urgent | Role::Tunnel | Role::Share => false,
                 };
                 let refused = FrameHeader::decode(&bytes, from, on).err();
                 let expected = match (may_send, may_travel) {

@@ -2,44 +2,39 @@
 
 use super::error::PeerError;
 use super::shares::is_name;
+use pageferry_transport::address::Address as Host;
 
 /// `pageferry://HOST:PORT/NAME`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Address {
-    /// The host and the port.
-    pub(super) authority: String,
+    pub(super) host: Host,
     /// The name of the file.
     pub(super) name: String,
 }
 
 impl Address {
     pub(super) fn parse(text: &str) -> Result<Self, PeerError> {
-        let wrong = || PeerError::Address(text.escape_debug().to_string());
-        let rest = text.strip_prefix("pageferry://").ok_or_else(wrong)?;
-        let (authority, name) = rest.split_once('/').ok_or_else(wrong)?;
-        let (host, port) = authority.rsplit_once(':').ok_or_else(wrong)?;
-        let bracketed = host.starts_with('[') && host.ends_with(']');
-        let is_host = !host.is_empty()
-            && (bracketed || !host.contains(':'))
-            && !host.contains(|c: char| c.is_whitespace() || c.is_control());
-        match is_host && port.parse::<u16>().is_ok_and(|port| port > 0) && is_name(name) {
-            true => Ok(Self {
-                authority: authority.to_owned(),
-                name: name.to_owned(),
-            }),
-            false => Err(wrong()),
+        let wrong = |why: &str| PeerError::Address {
+            text: text.escape_debug().to_string(),
+            why: why.to_owned(),
+        };
+        let rest = text.strip_prefix("pageferry://");
+        let parts = rest.and_then(|rest| rest.split_once('/'));
+        let (authority, name) = parts.ok_or_else(|| wrong("a part is missing"))?;
+        let host: Host = format!("tcp:{authority}")
+            .parse()
+            .map_err(|why: pageferry_transport::address::AddressError| wrong(&why.to_string()))?;
+        if matches!(host, Host::Tcp { port: 0, .. }) {
+            return Err(wrong("port 0 is for listening"));
         }
+        if !is_name(name) {
+            return Err(wrong("the name has an empty part, `.` or `..`"));
+        }
+        Ok(Self {
+            host,
+            name: name.to_owned(),
+        })
     }
-}
-
-/// The host of an authority, without the brackets of an IPv6 address.
-pub(super) fn host_of(authority: &str) -> &str {
-    let host = authority
-        .rsplit_once(':')
-        .map_or(authority, |(host, _)| host);
-    host.strip_prefix('[')
-        .and_then(|host| host.strip_suffix(']'))
-        .unwrap_or(host)
 }
 
 #[cfg(test)]
@@ -49,27 +44,31 @@ mod tests {
     #[test]
     fn an_address_has_a_host_a_port_and_a_name() {
         let address = Address::parse("pageferry://store.example:7440/web/memory").unwrap();
-        assert_eq!(address.authority, "store.example:7440");
+        assert_eq!(address.host.authority(), "store.example:7440");
         assert_eq!(address.name, "web/memory");
-        assert_eq!(host_of(&address.authority), "store.example");
-        let address = Address::parse("pageferry://[::1]:7/m").unwrap();
-        assert_eq!(host_of(&address.authority), "::1");
-        for wrong in [
-            "pageferry://host/m",
-            "pageferry://host:0/m",
-            "pageferry://host:70000/m",
-            "pageferry://:1/m",
-            "pageferry://::1:1/m",
-            "pageferry://host:1",
-            "pageferry://host:1/",
-            "pageferry://host:1//m",
-            "pageferry://host:1/a/../m",
-            "pageferry://host:1/./m",
-            "pageferry://ho st:1/m",
-            "s3://host:1/m",
+        let address = Address::parse("pageferry://[fe80::1%eth0]:7/m").unwrap();
+        assert_eq!(address.host.authority(), "[fe80::1%eth0]:7");
+        for (wrong, why) in [
+            ("pageferry://host/m", "the port is missing"),
+            ("pageferry://host:0/m", "port 0"),
+            ("pageferry://host:70000/m", "invalid port"),
+            ("pageferry://:1/m", "the host is missing"),
+            ("pageferry://::1:1/m", "in brackets"),
+            ("pageferry://[fe80::1]:1/m", "needs its zone"),
+            ("pageferry://host:1", "a part is missing"),
+            ("pageferry://host:1/", "the name"),
+            ("pageferry://host:1//m", "the name"),
+            ("pageferry://host:1/a/../m", "the name"),
+            ("pageferry://host:1/./m", "the name"),
+            ("pageferry://ho st:1/m", "invalid host"),
+            ("s3://host:1/m", "a part is missing"),
         ] {
-            let why = Address::parse(wrong).unwrap_err().to_string();
-            assert!(why.contains("expected pageferry://HOST:PORT/NAME"), "{why}");
+            let found = Address::parse(wrong).unwrap_err().to_string();
+            assert!(
+                found.contains("expected pageferry://HOST:PORT/NAME"),
+                "{found}"
+            );
+            assert!(found.contains(why), "{found}");
         }
     }
 }

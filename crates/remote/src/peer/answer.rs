@@ -3,11 +3,9 @@
 use super::error::PeerError;
 use super::shares::Shares;
 use super::wire::{
-    Code, HEADER_BYTES, HELLO_BYTES, Kind, MAX_IDENTITY, MAX_SENTENCE, Opened, Reply, Request,
-    VERSION, encode_extents, hello, version_of,
+    Code, HEADER_BYTES, Kind, MAX_IDENTITY, MAX_SENTENCE, Opened, Reply, Request, encode_extents,
 };
 use pageferry_pager::{FileSource, Source, SourceError};
-use pageferry_transport::tls::FirstBytes;
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 
@@ -27,29 +25,6 @@ pub enum Awaits {
 pub trait Limited: Read + Write {
     /// All reads and writes until the next call belong to this.
     fn limit(&mut self, what: Awaits);
-}
-
-/// Answers the greeting of a peer. Calls `welcome` before a peer of this version can know that it
-/// is one.
-///
-/// # Errors
-/// [`PeerError`], also for a peer that speaks something else. It has got the greeting then.
-pub fn greet(stream: &mut (impl Read + Write), welcome: impl FnOnce()) -> Result<(), PeerError> {
-    let mut theirs = [0; HELLO_BYTES];
-    stream.read_exact(&mut theirs)?;
-    let version = version_of(&theirs);
-    if version == Some(VERSION) {
-        welcome();
-    }
-    stream.write_all(&hello())?;
-    stream.flush()?;
-    match version {
-        Some(VERSION) => Ok(()),
-        Some(version) => Err(PeerError::Version(version)),
-        None => Err(PeerError::Stranger {
-            first: FirstBytes::new(&theirs),
-        }),
-    }
 }
 
 /// Answers requests until the peer ends.

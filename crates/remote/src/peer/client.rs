@@ -7,15 +7,16 @@
 //! the idle ones with it, since their peer is probably gone, and the read tries a new one. A peer
 //! that cannot be reached is tried again after a pause, which doubles.
 
-use super::address::host_of;
 use super::error::PeerError;
-use super::link::{Link, Protection};
 use super::talk::Talk;
 use super::wire::{Code, MAX_BODY, Opened};
 use crate::locked;
 use pageferry_pager::{Kept, Source, SourceError};
+use pageferry_transport::address::Address;
+use pageferry_transport::handshake::{Identity, dial};
+use pageferry_transport::wire::{ChannelKey, Role};
+use pageferry_transport::{PlainPolicy, Protection, Stream, Tls};
 use std::io;
-use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -39,11 +40,20 @@ const SMALL: usize = 16 << 10;
 /// The bytes of blocks that are kept.
 const KEPT: u64 = 8 << 20;
 
+/// The place of every connection: each is a session of its own.
+const KEY: ChannelKey = ChannelKey {
+    role: Role::Share,
+    index: 0,
+    generation: 1,
+    incarnation: 1,
+};
+
 /// A host that shares files.
 #[derive(Debug)]
 pub(super) struct Peer {
-    authority: String,
-    protection: Protection,
+    host: Address,
+    tls: Option<Tls>,
+    plain: PlainPolicy,
     /// The time for a read, its connection included.
     limit: Duration,
     trouble: Mutex<Option<Trouble>>,
@@ -58,23 +68,39 @@ struct Trouble {
 }
 
 impl Peer {
-    pub(super) fn new(authority: &str, protection: Protection, limit: Duration) -> Self {
+    pub(super) fn new(
+        host: Address,
+        tls: Option<Tls>,
+        plain: PlainPolicy,
+        limit: Duration,
+    ) -> Self {
         Self {
-            authority: authority.to_owned(),
-            protection,
+            host,
+            tls,
+            plain,
             limit,
             trouble: Mutex::default(),
         }
     }
 
+    /// Connects, unless a trial failed a moment ago. Tries again where another trial may pass.
+    pub(super) fn connect_patiently(&self, until: Instant) -> Result<Talk<Stream>, PeerError> {
+        loop {
+            match self.connect(until) {
+                Err(why) if why.may_pass() && Instant::now() < until => self.pause(until),
+                tried => return tried,
+            }
+        }
+    }
+
     /// Connects, unless a trial failed a moment ago.
-    pub(super) fn connect(&self, until: Instant) -> Result<Talk<Link>, PeerError> {
+    fn connect(&self, until: Instant) -> Result<Talk<Stream>, PeerError> {
         if let Some(trouble) = &*locked(&self.trouble)
             && trouble.next > Instant::now()
         {
             return Err(PeerError::Unreachable(trouble.why.clone()));
         }
-        let connected = self.dial(until.min(Instant::now() + CONNECT));
+        let connected = self.dial(until);
         let mut trouble = locked(&self.trouble);
         *trouble = connected.as_ref().err().map(|why| {
             let pause = trouble.as_ref().map_or(FIRST_PAUSE, |before| {
@@ -101,25 +127,13 @@ impl Peer {
         }
     }
 
-    fn dial(&self, until: Instant) -> Result<Talk<Link>, PeerError> {
-        let tls = self.protection.load()?;
-        let addresses = self.authority.to_socket_addrs();
-        let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
-        for address in addresses.map_err(PeerError::Connect)? {
-            self.protection.check(address)?;
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(PeerError::TimedOut);
-            }
-            match TcpStream::connect_timeout(&address, left) {
-                Ok(socket) => {
-                    let host = host_of(&self.authority);
-                    return Talk::begin(Link::client(Arc::new(socket), tls.as_ref(), host, until)?);
-                }
-                Err(error) => last = error,
-            }
-        }
-        Err(PeerError::Connect(last))
+    fn dial(&self, until: Instant) -> Result<Talk<Stream>, PeerError> {
+        let protection = Protection::load(self.tls.as_ref(), self.plain)?;
+        let identity = Identity::random()?;
+        let left = until.saturating_duration_since(Instant::now());
+        let limits = [left.min(CONNECT); 2];
+        let opened = dial(&self.host, &protection, &identity, KEY, limits, &|| false)?;
+        Ok(Talk::new(Stream::new(Arc::new(opened.connection), left)))
     }
 }
 
@@ -141,7 +155,7 @@ pub(super) struct PeerSource {
 
 #[derive(Debug, Default)]
 struct Pool {
-    idle: Vec<(Talk<Link>, Instant)>,
+    idle: Vec<(Talk<Stream>, Instant)>,
     /// Idle ones and those in use.
     all: usize,
 }
@@ -175,7 +189,7 @@ impl PeerSource {
     }
 
     /// Adds a connection that has opened the file, if there is room.
-    pub(super) fn add(&self, talk: Talk<Link>) {
+    pub(super) fn add(&self, talk: Talk<Stream>) {
         let mut pool = locked(&self.pool);
         if pool.all < MAX_CONNECTIONS {
             pool.all += 1;
@@ -188,13 +202,17 @@ impl PeerSource {
         loop {
             let (mut talk, fresh) = match self.take(until) {
                 Ok(taken) => taken,
-                Err(PeerError::Unreachable(_)) if Instant::now() < until => {
+                Err(why)
+                    if Instant::now() < until
+                        && (why.may_pass() || matches!(why, PeerError::Unreachable(_))) =>
+                {
                     self.peer.pause(until);
                     continue;
                 }
                 Err(why) => return Err(self.failed(why)),
             };
-            talk.stream().limit(until);
+            talk.stream()
+                .limit(until.saturating_duration_since(Instant::now()));
             let parts = buffer.chunks_mut(MAX_BODY as usize);
             let mut at = offset;
             let read = parts.into_iter().try_for_each(|part| {
@@ -222,7 +240,7 @@ impl PeerSource {
     }
 
     /// Takes an idle connection, or makes one. Returns also whether it was made now.
-    fn take(&self, until: Instant) -> Result<(Talk<Link>, bool), PeerError> {
+    fn take(&self, until: Instant) -> Result<(Talk<Stream>, bool), PeerError> {
         let mut pool = locked(&self.pool);
         loop {
             if let Some((talk, since)) = pool.idle.pop() {
@@ -251,7 +269,7 @@ impl PeerSource {
     }
 
     /// Opens the same file over another connection.
-    fn connect(&self, until: Instant) -> Result<Talk<Link>, PeerError> {
+    fn connect(&self, until: Instant) -> Result<Talk<Stream>, PeerError> {
         let mut talk = self.peer.connect(until)?;
         let now = talk.open(&self.name)?;
         match now == self.opened {
@@ -264,7 +282,7 @@ impl PeerSource {
     }
 
     /// Gives a connection back, or its place.
-    fn give_back(&self, talk: Option<Talk<Link>>) {
+    fn give_back(&self, talk: Option<Talk<Stream>>) {
         let mut pool = locked(&self.pool);
         match talk {
             Some(talk) => pool.idle.push((talk, Instant::now())),

@@ -1,7 +1,8 @@
 //! The failures of a conversation.
 
-use super::wire::{Code, FrameError, VERSION};
-use pageferry_transport::tls::{FirstBytes, TlsError};
+use super::wire::{Code, FrameError};
+use pageferry_transport::wire::Status;
+use pageferry_transport::{ChannelError, HandshakeError, TlsError};
 use std::io;
 
 /// A request to a peer failed.
@@ -9,17 +10,22 @@ use std::io;
 #[non_exhaustive]
 pub enum PeerError {
     /// The address is none of a peer's file.
-    #[error("'{0}' is no address of a peer: expected pageferry://HOST:PORT/NAME")]
-    Address(String),
-    /// Plain TCP would leave this host.
-    #[error(
-        "{0} is another host, and there are no certificates: give them, or allow plain TCP to \
-         other hosts"
-    )]
-    Plain(std::net::SocketAddr),
+    #[error("'{text}' is no address of a peer: {why}; expected pageferry://HOST:PORT/NAME")]
+    Address {
+        /// The address.
+        text: String,
+        /// The reason.
+        why: String,
+    },
     /// There is no connection.
-    #[error("cannot connect: {0}")]
-    Connect(io::Error),
+    #[error(transparent)]
+    Handshake(HandshakeError),
+    /// The peer is no host that shares snapshots.
+    #[error("the peer does not share snapshots: expected `pageferry pager share` there")]
+    SharesNothing,
+    /// The peer serves as many as it has room for.
+    #[error("the peer serves as many connections as it has room for")]
+    Busy,
     /// The connection was tried a moment ago.
     #[error("the peer could not be reached a moment ago: {0}")]
     Unreachable(String),
@@ -32,15 +38,6 @@ pub enum PeerError {
     /// TLS failed.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The peer speaks another protocol.
-    #[error("the peer does not share snapshots: it began with {first}{}", first.guess())]
-    Stranger {
-        /// Its first bytes.
-        first: FirstBytes,
-    },
-    /// The peer has another version.
-    #[error("the peer has version {0} of the protocol, this side has {VERSION}: update the older")]
-    Version(u16),
     /// The peer breaks the protocol.
     #[error("the peer breaks the protocol: {0}")]
     Frame(#[from] FrameError),
@@ -58,6 +55,32 @@ impl PeerError {
     /// Whether the peer gave an answer, and the connection goes on.
     pub(crate) const fn is_answer(&self) -> bool {
         matches!(self, Self::Refused { .. })
+    }
+
+    /// Whether another connection may open in a moment.
+    pub(crate) const fn may_pass(&self) -> bool {
+        match self {
+            Self::Busy => true,
+            Self::Handshake(why) => why.may_pass(),
+            _ => false,
+        }
+    }
+}
+
+impl From<HandshakeError> for PeerError {
+    fn from(error: HandshakeError) -> Self {
+        match error {
+            HandshakeError::Refused {
+                status: Status::BadRole,
+                ..
+            } => Self::SharesNothing,
+            HandshakeError::Refused {
+                status: Status::Busy,
+                ..
+            } => Self::Busy,
+            HandshakeError::Channel(ChannelError::TimedOut { .. }) => Self::TimedOut,
+            error => Self::Handshake(error),
+        }
     }
 }
 

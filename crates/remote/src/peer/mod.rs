@@ -5,20 +5,18 @@
 //! shares. A client notices when the file at the server is another one than at the start.
 //!
 //! **Mechanism.** [`wire`] has the frames: `docs/snapshot-protocol.md` has them byte by byte.
-//! `link` is a connection whose waits have a limit, [`talk`] the client's side of the protocol
-//! and [`answer`] the server's, both over any stream. A connection carries one request at a time.
-//! [`PeerStore`] opens up to [`MAX_CONNECTIONS`] of them a file, and [`Server`] has a thread for
-//! each.
+//! [`talk`] is the client's side and [`answer`] the server's, both over any stream. A connection is
+//! a channel of `transport`, and carries one request at a time. [`PeerStore`] opens up to
+//! [`MAX_CONNECTIONS`] of them a file, and [`Server`] has a thread for each.
 //!
-//! **Neighbours.** Below: the crate `transport`, and [`FileSource`](pageferry_pager::FileSource), which
-//! reads what the server shares.
+//! **Neighbours.** Below: the crate `transport` opens connections and has room for them.
+//! [`FileSource`](pageferry_pager::FileSource) reads what the server shares.
 
 mod address;
 #[doc(hidden)]
 pub mod answer;
 mod client;
 mod error;
-mod link;
 mod server;
 mod shares;
 mod store;
@@ -29,7 +27,6 @@ pub mod wire;
 
 pub use client::MAX_CONNECTIONS;
 pub use error::PeerError;
-pub use link::Protection;
 pub use server::{Limits, ServeError, Server};
 pub use shares::{ShareError, Shares};
 pub use store::PeerStore;

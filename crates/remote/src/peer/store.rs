@@ -3,9 +3,10 @@
 use super::address::Address;
 use super::client::{Peer, PeerSource};
 use super::error::PeerError;
-use super::link::Protection;
 use crate::locked;
 use pageferry_pager::{Source, SourceError, Store};
+use pageferry_transport::address::Address as Host;
+use pageferry_transport::{PlainPolicy, Tls};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, Weak};
@@ -24,7 +25,8 @@ const MAX_PEERS: usize = 256;
 /// VMs that start from the same file share its connections and the blocks that were read last.
 #[derive(Debug)]
 pub struct PeerStore {
-    protection: Protection,
+    tls: Option<Tls>,
+    plain: PlainPolicy,
     limit: Duration,
     /// With what is known of those that cannot be reached.
     peers: Mutex<BTreeMap<String, Arc<Peer>>>,
@@ -32,42 +34,42 @@ pub struct PeerStore {
 }
 
 impl PeerStore {
-    /// A store with this protection of all its connections. Opening a file ends within 10 seconds,
-    /// and so does a read.
+    /// A store whose connections use TLS, or `plain`. Files of certificates are read anew for each
+    /// connection. Opening a file ends within 10 seconds, and so does a read.
     #[must_use]
-    pub fn new(protection: Protection) -> Self {
-        Self::with_limit(protection, LIMIT)
+    pub fn new(tls: Option<Tls>, plain: PlainPolicy) -> Self {
+        Self::with_limit(tls, plain, LIMIT)
     }
 
     /// [`Self::new`], with another limit for opening and for a read.
     #[must_use]
-    pub fn with_limit(protection: Protection, limit: Duration) -> Self {
+    pub fn with_limit(tls: Option<Tls>, plain: PlainPolicy, limit: Duration) -> Self {
         Self {
-            protection,
+            tls,
+            plain,
             limit,
             peers: Mutex::default(),
             sources: Mutex::default(),
         }
     }
 
-    fn peer(&self, authority: &str) -> Arc<Peer> {
+    fn peer(&self, host: &Host) -> Arc<Peer> {
         let mut peers = locked(&self.peers);
         if peers.len() >= MAX_PEERS {
             peers.retain(|_, peer| Arc::strong_count(peer) > 1);
         }
-        let new = || Arc::new(Peer::new(authority, self.protection.clone(), self.limit));
-        peers
-            .entry(authority.to_owned())
-            .or_insert_with(new)
-            .clone()
+        let new = || {
+            let tls = self.tls.clone();
+            Arc::new(Peer::new(host.clone(), tls, self.plain, self.limit))
+        };
+        peers.entry(host.authority()).or_insert_with(new).clone()
     }
 
     fn find(&self, text: &str) -> Result<Arc<PeerSource>, PeerError> {
         let address = Address::parse(text)?;
         let until = Instant::now() + self.limit;
-        let peer = self.peer(&address.authority);
-        let mut talk = peer.connect(until)?;
-        talk.stream().limit(until);
+        let peer = self.peer(&address.host);
+        let mut talk = peer.connect_patiently(until)?;
         let asked = Instant::now();
         let opened = talk.open(&address.name)?;
         let round_trip = asked.elapsed();

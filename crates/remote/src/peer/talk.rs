@@ -2,11 +2,10 @@
 
 use super::error::PeerError;
 use super::wire::{
-    FrameError, HEADER_BYTES, HELLO_BYTES, Kind, MAX_BODY, MAX_EXTENTS, MAX_IDENTITY, Opened,
-    Reply, Request, VERSION, check_len, decode_extents, hello, version_of,
+    FrameError, HEADER_BYTES, Kind, MAX_BODY, MAX_EXTENTS, MAX_IDENTITY, Opened, Reply, Request,
+    check_len, decode_extents,
 };
-use pageferry_transport::tls::FirstBytes;
-use std::io::{self, Read, Write};
+use std::io::{Read, Write};
 
 /// A conversation over a stream. After an error that is no answer of the peer it is of no use.
 #[derive(Debug)]
@@ -16,27 +15,9 @@ pub struct Talk<S> {
 }
 
 impl<S: Read + Write> Talk<S> {
-    /// Greets the peer.
-    ///
-    /// # Errors
-    /// [`PeerError`].
-    pub fn begin(mut stream: S) -> Result<Self, PeerError> {
-        stream.write_all(&hello())?;
-        stream.flush()?;
-        let mut theirs = Vec::new();
-        // A stranger may say less: TLS has an alert of 7 bytes for a peer without it.
-        (&mut stream)
-            .take(HELLO_BYTES as u64)
-            .read_to_end(&mut theirs)?;
-        let version = theirs.first_chunk().map(version_of);
-        match version.flatten() {
-            Some(VERSION) => Ok(Self { stream, number: 0 }),
-            Some(version) => Err(PeerError::Version(version)),
-            None if theirs.is_empty() => Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
-            None => Err(PeerError::Stranger {
-                first: FirstBytes::new(&theirs),
-            }),
-        }
+    /// A conversation over a connection that is open at both sides.
+    pub const fn new(stream: S) -> Self {
+        Self { stream, number: 0 }
     }
 
     /// The stream.

@@ -1,17 +1,12 @@
-//! The frames of the protocol: fixed headers in little-endian. See `docs/snapshot-protocol.md`.
+//! The frames behind the handshake: fixed headers in little-endian. See
+//! `docs/snapshot-protocol.md`.
 
 use xxhash_rust::xxh3::xxh3_64;
 
-/// The first bytes of both sides.
-pub const MAGIC: [u8; 8] = *b"PGFPEER\0";
-/// The version of the protocol.
-pub const VERSION: u16 = 1;
-/// The length of a hello.
-pub const HELLO_BYTES: usize = 16;
 /// The length of the header of a request or a reply.
 pub const HEADER_BYTES: usize = 24;
 /// The most bytes behind a header.
-pub const MAX_BODY: u32 = 1 << 20;
+pub const MAX_BODY: u32 = 512 << 10;
 /// The longest name of a file.
 pub const MAX_NAME: usize = 1024;
 /// The longest identity of a file.
@@ -117,23 +112,6 @@ impl Code {
             _ => return Err(FrameError::Code(byte)),
         })
     }
-}
-
-/// The first bytes of both sides.
-#[must_use]
-pub fn hello() -> [u8; HELLO_BYTES] {
-    let mut bytes = [0; HELLO_BYTES];
-    bytes[..8].copy_from_slice(&MAGIC);
-    bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
-    bytes
-}
-
-/// The version in a hello. `None` if it is none of this protocol.
-#[must_use]
-pub fn version_of(hello: &[u8; HELLO_BYTES]) -> Option<u16> {
-    hello
-        .starts_with(&MAGIC)
-        .then(|| u16::from_le_bytes([hello[8], hello[9]]))
 }
 
 /// The header of a request.

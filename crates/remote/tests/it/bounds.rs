@@ -1,10 +1,12 @@
 //! What peers may cost a server.
 
-use crate::scene::{Scene, listener, memory};
+use crate::scene::{Scene, memory, plain_server, plain_store, socket_address, talk};
 use pageferry_pager::Store;
-use pageferry_remote::peer::talk::Talk;
-use pageferry_remote::peer::{Limits, PeerStore, Protection, Server, Shares, wire};
+use pageferry_remote::peer::{Limits, Shares, wire};
+use pageferry_testkit::handshake::{PLAIN, open};
 use pageferry_testkit::wait_until;
+use pageferry_transport::handshake::Identity;
+use pageferry_transport::wire::ChannelKey;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
@@ -21,7 +23,7 @@ fn connect(address: SocketAddr) -> TcpStream {
 }
 
 /// Whether the server closes a connection, instead of an answer.
-fn is_closed(socket: &mut TcpStream) -> bool {
+fn is_closed(socket: &mut impl Read) -> bool {
     match socket.read(&mut [0; 64]) {
         Ok(len) => len == 0,
         Err(why) => why.kind() != ErrorKind::WouldBlock,
@@ -64,8 +66,8 @@ fn full_servers_refuse_and_serve_again() {
     let scene = Scene::new("full");
     std::fs::write(scene.file("memory"), memory(1, 1)).unwrap();
     let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
-    let server = Server::with_limits(listener(), shares, Protection::Loopback, limits).unwrap();
-    let talk = || Talk::begin(connect(server.address()));
+    let server = plain_server(shares, limits);
+    let talk = || talk(&server);
     let mut guests: Vec<_> = (0..4).map(|_| talk().unwrap()).collect();
     assert!(talk().is_err(), "the fifth");
     assert_eq!(guests[0].open("memory").unwrap().bytes, 4096);
@@ -76,12 +78,12 @@ fn full_servers_refuse_and_serve_again() {
 #[test]
 fn one_address_does_not_take_all_places() {
     let limits = Limits {
-        per_address: 2,
+        per_host: 2,
         ..Limits::default()
     };
     let shares = Shares::of_files([]).unwrap();
-    let server = Server::with_limits(listener(), shares, Protection::Loopback, limits).unwrap();
-    let talk = || Talk::begin(connect(server.address()));
+    let server = plain_server(shares, limits);
+    let talk = || talk(&server);
     let guests = [talk().unwrap(), talk().unwrap()];
     assert!(talk().is_err());
     drop(guests);
@@ -95,8 +97,8 @@ fn idle_peers_are_dropped() {
         ..Limits::default()
     };
     let shares = Shares::of_files([]).unwrap();
-    let server = Server::with_limits(listener(), shares, Protection::Loopback, limits).unwrap();
-    let mut idle = Talk::begin(connect(server.address())).unwrap();
+    let server = plain_server(shares, limits);
+    let mut idle = talk(&server).unwrap();
     assert!(is_closed(idle.stream()));
 }
 
@@ -110,9 +112,9 @@ fn slow_readers_are_dropped() {
     let scene = Scene::new("slow");
     std::fs::write(scene.file("memory"), memory(1, 4096)).unwrap();
     let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
-    let server = Server::with_limits(listener(), shares, Protection::Loopback, limits).unwrap();
+    let server = plain_server(shares, limits);
     // It asks for more than buffers hold, and reads nothing.
-    let mut slow = Talk::begin(connect(server.address())).unwrap();
+    let mut slow = talk(&server).unwrap();
     slow.open("memory").unwrap();
     let request = wire::Request {
         kind: wire::Kind::Read,
@@ -124,14 +126,15 @@ fn slow_readers_are_dropped() {
         // The server may have dropped it before the last ones.
         let _ = slow.stream().write_all(&request.encode());
     }
-    let store = PeerStore::new(Protection::Loopback);
+    let store = plain_store();
     let source = store
-        .open(&format!("pageferry://{}/memory", server.address()))
+        .open(&format!(
+            "pageferry://{}/memory",
+            server.address().authority()
+        ))
         .unwrap();
     source.read(0, &mut [0; 4096]).unwrap();
-    wait_until("its place", || {
-        Talk::begin(connect(server.address())).is_ok()
-    });
+    wait_until("its place", || talk(&server).is_ok());
     let mut left = 0;
     let mut part = vec![0; 1 << 16];
     while let Ok(len @ 1..) = slow.stream().read(&mut part) {
@@ -145,7 +148,7 @@ fn malformed_requests_are_told_and_end_the_connection() {
     let scene = Scene::new("malformed");
     std::fs::write(scene.file("memory"), memory(1, 4)).unwrap();
     let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
-    let server = Server::start(listener(), shares, Protection::Loopback).unwrap();
+    let server = plain_server(shares, Limits::default());
     let valid = wire::Request {
         kind: wire::Kind::Read,
         number: 7,
@@ -162,10 +165,10 @@ fn malformed_requests_are_told_and_end_the_connection() {
         (with(0, 9), "kind 9"),
         (with(1, 1), "reserved"),
         (with(23, 1), "reserved"),
-        (with(16, 0), "0 bytes, expected 1 to 1048576"),
-        (with(19, 0xff), "expected 1 to 1048576"),
+        (with(16, 0), "0 bytes, expected 1 to 524288"),
+        (with(19, 0xff), "expected 1 to 524288"),
     ] {
-        let mut talk = Talk::begin(connect(server.address())).unwrap();
+        let mut talk = talk(&server).unwrap();
         let socket = talk.stream();
         socket.write_all(&request).unwrap();
         let mut header = [0; wire::HEADER_BYTES];
@@ -183,7 +186,7 @@ fn malformed_requests_are_told_and_end_the_connection() {
         }
     }
     // Behind the end of the file: an answer, and the connection goes on.
-    let mut talk = Talk::begin(connect(server.address())).unwrap();
+    let mut talk = talk(&server).unwrap();
     talk.open("memory").unwrap();
     for offset in [4 * 4096 - 1, u64::MAX] {
         let why = talk.read(offset, &mut [0; 2]).unwrap_err();
@@ -196,20 +199,13 @@ fn malformed_requests_are_told_and_end_the_connection() {
 }
 
 #[test]
-fn other_protocols_are_told_what_listens_here() {
-    let shares = Shares::of_files([]).unwrap();
-    let server = Server::start(listener(), shares, Protection::Loopback).unwrap();
-    let mut socket = connect(server.address());
+fn other_protocols_and_other_channels_get_nothing() {
+    let server = plain_server(Shares::of_files([]).unwrap(), Limits::default());
+    let mut socket = connect(socket_address(server.address()));
     socket.write_all(b"GET /memory HTTP/1.1\r\n\r\n").unwrap();
-    let mut answer = Vec::new();
-    socket.read_to_end(&mut answer).unwrap();
-    assert!(answer.starts_with(&wire::MAGIC));
-    let mut socket = connect(server.address());
-    let mut newer = wire::hello();
-    newer[8] = 9;
-    socket.write_all(&newer).unwrap();
-    let mut answer = [0; wire::HELLO_BYTES];
-    socket.read_exact(&mut answer).unwrap();
-    assert_eq!(wire::version_of(&answer), Some(wire::VERSION));
     assert!(is_closed(&mut socket));
+    let key = ChannelKey::control(1);
+    let why = open(server.address(), &PLAIN, &Identity::random().unwrap(), key);
+    let why = why.unwrap_err().to_string();
+    assert!(why.contains("does not know the role"), "{why}");
 }

@@ -2,7 +2,6 @@
 
 use pageferry_remote::peer::wire::{
     Code, HEADER_BYTES, Kind, MAX_BODY, Opened, Reply, Request, decode_extents, encode_extents,
-    hello,
 };
 use proptest::prelude::*;
 
@@ -23,7 +22,6 @@ fn codes() -> impl Strategy<Value = Code> {
 /// `docs/snapshot-protocol.md` has each of these.
 #[test]
 fn the_bytes_are_those_of_the_document() {
-    assert_eq!(hello(), *b"PGFPEER\0\x01\0\0\0\0\0\0\0");
     let request = Request {
         kind: Kind::Read,
         number: 0x0102_0304,

@@ -1,8 +1,8 @@
 //! A connection or a server is lost.
 
-use crate::scene::{Scene, listener, memory, read_all};
+use crate::scene::{PLAIN, Scene, memory, plain_server, read_all, socket_address};
 use pageferry_pager::Store;
-use pageferry_remote::peer::{PeerStore, Protection, Server, Shares};
+use pageferry_remote::peer::{Limits, PeerStore, Shares};
 use pageferry_testkit::shaper::{Direction, Plan, Shaper, Which};
 use pageferry_testkit::wait_until;
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ fn reads_go_on_when_the_server_is_back() {
         began.elapsed() < Duration::from_secs(5),
         "refused at once: {why}"
     );
-    assert!(why.to_string().contains("cannot connect"), "{why}");
+    assert!(why.to_string().contains("nobody listens there"), "{why}");
     scene.start();
     assert!(read_all(&*source, 300_000).unwrap() == bytes);
 }
@@ -44,7 +44,7 @@ fn a_host_that_cannot_be_reached_is_not_tried_by_every_request() {
     let store = scene.store();
     let address = scene.address("memory");
     let first = store.open(&address).unwrap_err().to_string();
-    assert!(first.contains("cannot connect"), "{first}");
+    assert!(first.contains("nobody listens there"), "{first}");
     // A slow trial comes behind the pause, but the pauses grow.
     wait_until("a trial within a pause", || {
         let why = store.open(&address).unwrap_err().to_string();
@@ -61,9 +61,9 @@ fn a_silent_connection_is_an_error_in_time() {
     let bytes = memory(1, 1024);
     std::fs::write(scene.file("memory"), &bytes).unwrap();
     let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
-    let server = Server::start(listener(), shares, Protection::Loopback).unwrap();
-    let shaper = Shaper::start(server.address(), Plan::default()).unwrap();
-    let hasty = PeerStore::with_limit(Protection::Loopback, Duration::from_secs(2));
+    let server = plain_server(shares, Limits::default());
+    let shaper = Shaper::start(socket_address(server.address()), Plan::default()).unwrap();
+    let hasty = PeerStore::with_limit(None, PLAIN.1, Duration::from_secs(2));
     let address = format!("pageferry://{}/memory", shaper.addr());
     let source = hasty.open(&address).unwrap();
     source.read(0, &mut [0; 4096]).unwrap();

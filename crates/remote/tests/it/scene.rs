@@ -2,21 +2,57 @@
 
 use crate::Scratch;
 use pageferry_pager::{Source, SourceError, Store};
-use pageferry_remote::peer::{Limits, PeerStore, Protection, Server, Shares};
+use pageferry_remote::peer::talk::Talk;
+use pageferry_remote::peer::{Limits, PeerStore, Server, Shares};
 use pageferry_testkit::certificates::{Authority, Side, Validity};
 use pageferry_testkit::wait_for;
-use rustix::net::{Shutdown, shutdown};
-use std::net::{SocketAddr, TcpListener};
+use pageferry_transport::address::Address;
+use pageferry_transport::handshake::{Identity, dial};
+use pageferry_transport::wire::{ChannelKey, Role};
+use pageferry_transport::{HandshakeError, Listener, PlainPolicy, Protection, Stream, Tls};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
-/// The certificates of a side.
-pub(crate) fn tls(side: &Side, peer_name: Option<&str>) -> Protection {
-    Protection::Tls(side.files(peer_name).into())
+/// No TLS, within this host.
+pub(crate) const PLAIN: (Option<Tls>, PlainPolicy) = (None, PlainPolicy::LoopbackOnly);
+
+/// A store with the certificates of a side.
+pub(crate) fn store_of(side: &Side, peer_name: Option<&str>) -> PeerStore {
+    PeerStore::new(Some(side.files(peer_name).into()), PLAIN.1)
 }
 
-pub(crate) fn listener() -> TcpListener {
-    TcpListener::bind("127.0.0.1:0").expect("a socket")
+/// A store without TLS.
+pub(crate) fn plain_store() -> PeerStore {
+    PeerStore::new(None, PLAIN.1)
+}
+
+pub(crate) fn listener() -> Listener {
+    Listener::bind(&"127.0.0.1:0".parse().unwrap()).expect("a socket")
+}
+
+/// A server without TLS.
+pub(crate) fn plain_server(shares: Shares, limits: Limits) -> Server {
+    Server::with_limits(listener(), shares, None, PLAIN.1, limits).expect("a server")
+}
+
+/// A conversation with a server without TLS.
+pub(crate) fn talk(server: &Server) -> Result<Talk<Stream>, HandshakeError> {
+    let key = ChannelKey {
+        role: Role::Share,
+        ..ChannelKey::control(1)
+    };
+    let limits = [Duration::from_secs(20); 2];
+    let identity = Identity::random().expect("random numbers");
+    let way = Protection::Plain(PLAIN.1);
+    let opened = dial(server.address(), &way, &identity, key, limits, &|| false)?;
+    Ok(Talk::new(Stream::new(opened.connection.into(), limits[0])))
+}
+
+/// The address of a server as the standard library takes it.
+pub(crate) fn socket_address(address: &Address) -> SocketAddr {
+    address.authority().parse().expect("an address of a socket")
 }
 
 /// A server of a directory, with mutual TLS.
@@ -24,12 +60,9 @@ pub(crate) struct Scene {
     pub(crate) scratch: Scratch,
     pub(crate) authority: Authority,
     server: Option<Server>,
-    address: SocketAddr,
-    /// A copy of the server's.
-    listener: TcpListener,
-    _sides: [Side; 2],
-    here: Protection,
-    there: Protection,
+    address: Address,
+    /// The server's and the client's.
+    sides: [Side; 2],
 }
 
 impl Scene {
@@ -43,21 +76,17 @@ impl Scene {
         let authority = Authority::new("CA");
         let server = authority.issue(&["127.0.0.1"], Validity::Now);
         let client = authority.issue(&["node"], Validity::Now);
-        let (there, here) = (tls(&server, None), tls(&client, None));
         let listener = listener();
-        let address = listener.local_addr().expect("an address");
+        let address = listener.local_addr().clone();
         let shares = Shares::of_directory(&scratch.path("shared")).expect("shares");
-        let copy = listener.try_clone().expect("a copy");
-        let started = Server::with_limits(listener, shares, there.clone(), limits);
+        let files = Some(server.files(None).into());
+        let started = Server::with_limits(listener, shares, files, PLAIN.1, limits);
         Self {
             server: Some(started.expect("a server")),
             scratch,
             authority,
             address,
-            listener: copy,
-            _sides: [server, client],
-            here,
-            there,
+            sides: [server, client],
         }
     }
 
@@ -67,17 +96,17 @@ impl Scene {
     }
 
     pub(crate) fn socket_address(&self) -> SocketAddr {
-        self.address
+        socket_address(&self.address)
     }
 
     /// The address of a shared file.
     pub(crate) fn address(&self, name: &str) -> String {
-        format!("pageferry://{}/{name}", self.address)
+        format!("pageferry://{}/{name}", self.address.authority())
     }
 
     /// A store with a certificate that the server accepts.
     pub(crate) fn store(&self) -> PeerStore {
-        PeerStore::new(self.here.clone())
+        store_of(&self.sides[1], None)
     }
 
     pub(crate) fn open(&self, name: &str) -> Arc<dyn Source> {
@@ -94,16 +123,14 @@ impl Scene {
 
     pub(crate) fn stop(&mut self) {
         drop(self.server.take().expect("a server"));
-        // A process that a test forked has a copy too, and would keep the port.
-        shutdown(&self.listener, Shutdown::Both).expect("a socket that listens");
     }
 
     /// Starts the server again, at the same port.
     pub(crate) fn start(&mut self) {
-        let listener = wait_for("the port", || TcpListener::bind(self.address).ok());
-        self.listener = listener.try_clone().expect("a copy");
+        let listener = wait_for("the port", || Listener::bind(&self.address).ok());
         let shares = Shares::of_directory(&self.scratch.path("shared")).expect("shares");
-        let server = Server::start(listener, shares, self.there.clone());
+        let files = Some(self.sides[0].files(None).into());
+        let server = Server::start(listener, shares, files, PLAIN.1);
         self.server = Some(server.expect("a server"));
     }
 }

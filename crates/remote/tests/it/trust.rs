@@ -1,10 +1,10 @@
 //! Only peers with a certificate get bytes, and only bytes that are shared.
 
-use crate::scene::{Scene, listener, memory, tls};
+use crate::scene::{PLAIN, Scene, memory, plain_server, plain_store, store_of, talk};
 use pageferry_pager::Store;
-use pageferry_remote::peer::{PeerStore, Protection, ServeError, Server, ShareError, Shares};
+use pageferry_remote::peer::{Limits, PeerStore, ServeError, Server, ShareError, Shares};
 use pageferry_testkit::certificates::{Authority, Validity};
-use std::net::TcpListener;
+use pageferry_transport::{Listener, PlainPolicy};
 use std::os::unix::fs::symlink;
 
 fn refused(store: &PeerStore, address: &str) -> String {
@@ -57,7 +57,7 @@ fn a_server_refuses_names_with_detours() {
     std::fs::write(scene.scratch.path("secret"), memory(1, 1)).unwrap();
     let shared = scene.scratch.path("shared");
     let shares = Shares::of_directory(&shared).unwrap();
-    let server = Server::start(listener(), shares, Protection::Loopback).unwrap();
+    let server = plain_server(shares, Limits::default());
     for name in [
         "../secret",
         "./../secret",
@@ -68,9 +68,7 @@ fn a_server_refuses_names_with_detours() {
         "..",
         "a\0b",
     ] {
-        let socket = std::net::TcpStream::connect(server.address()).unwrap();
-        let mut talk = pageferry_remote::peer::talk::Talk::begin(socket).unwrap();
-        let why = talk.open(name).unwrap_err().to_string();
+        let why = talk(&server).unwrap().open(name).unwrap_err().to_string();
         let expected = if name.is_empty() {
             "expected 1 to 1024"
         } else {
@@ -86,9 +84,9 @@ fn named_files_are_shared_and_nothing_beside_them() {
     std::fs::write(scene.file("a"), memory(1, 1)).unwrap();
     std::fs::write(scene.file("b"), memory(2, 1)).unwrap();
     let shares = Shares::of_files([("web/memory".to_owned(), scene.file("a"))]).unwrap();
-    let server = Server::start(listener(), shares, Protection::Loopback).unwrap();
-    let store = PeerStore::new(Protection::Loopback);
-    let at = |name: &str| format!("pageferry://{}/{name}", server.address());
+    let server = plain_server(shares, Limits::default());
+    let store = plain_store();
+    let at = |name: &str| format!("pageferry://{}/{name}", server.address().authority());
     assert_eq!(store.open(&at("web/memory")).unwrap().bytes(), 4096);
     assert!(refused(&store, &at("b")).contains("no file is shared"));
     for wrong in ["", "/a", "a/../b", "a/"] {
@@ -103,23 +101,23 @@ fn a_client_needs_a_certificate_of_the_servers_authority() {
     let scene = Scene::new("client");
     std::fs::write(scene.file("memory"), memory(1, 1)).unwrap();
     let address = scene.address("memory");
-    let plain = PeerStore::new(Protection::Loopback);
+    let plain = plain_store();
     let why = refused(&plain, &address);
-    assert!(why.contains("(TLS?)"), "{why}");
+    assert!(why.contains("the destination requires TLS"), "{why}");
 
     let other = Authority::new("another CA");
     // It trusts the server, and the server does not trust it.
     let stranger = scene
         .authority
         .trusted_by(other.issue(&["node"], Validity::Now));
-    let why = refused(&PeerStore::new(tls(&stranger, None)), &address);
+    let why = refused(&store_of(&stranger, None), &address);
     assert!(
         why.contains("the peer refused this side's certificate"),
         "{why}"
     );
 
     let expired = scene.authority.issue(&["node"], Validity::Past);
-    let why = refused(&PeerStore::new(tls(&expired, None)), &address);
+    let why = refused(&store_of(&expired, None), &address);
     assert!(why.contains("expired"), "{why}");
 }
 
@@ -130,16 +128,16 @@ fn a_server_needs_a_certificate_for_its_name() {
     let address = scene.address("memory");
     let other = Authority::new("another CA");
     let distrusts = other.issue(&["node"], Validity::Now);
-    let why = refused(&PeerStore::new(tls(&distrusts, None)), &address);
+    let why = refused(&store_of(&distrusts, None), &address);
     assert!(
         why.contains("no CA of this side signed the peer's certificate"),
         "{why}"
     );
     let here = scene.authority.issue(&["node"], Validity::Now);
-    let why = refused(&PeerStore::new(tls(&here, Some("elsewhere"))), &address);
+    let why = refused(&store_of(&here, Some("elsewhere")), &address);
     assert!(why.contains("not for `elsewhere`"), "{why}");
     let why = refused(
-        &PeerStore::new(tls(&here, None)),
+        &store_of(&here, None),
         &format!(
             "pageferry://localhost:{}/memory",
             scene.socket_address().port()
@@ -152,23 +150,26 @@ fn a_server_needs_a_certificate_for_its_name() {
 fn a_client_with_tls_is_told_that_the_server_has_none() {
     let scene = Scene::new("plain");
     let shares = Shares::of_directory(&scene.scratch.path("shared")).unwrap();
-    let server = Server::start(listener(), shares, Protection::Loopback).unwrap();
+    let server = plain_server(shares, Limits::default());
     let why = refused(
         &scene.store(),
-        &format!("pageferry://{}/memory", server.address()),
+        &format!("pageferry://{}/memory", server.address().authority()),
     );
     assert!(why.contains("the peer does not use TLS"), "{why}");
 }
 
 #[test]
 fn plain_tcp_stays_within_the_host() {
-    let store = PeerStore::new(Protection::Loopback);
+    let store = plain_store();
     // An address for documentation: nothing is sent.
     let why = refused(&store, "pageferry://192.0.2.1:7440/memory");
-    assert!(why.contains("192.0.2.1:7440 is another host"), "{why}");
-    let everywhere = || TcpListener::bind("0.0.0.0:0").unwrap();
+    assert!(
+        why.contains("plain TCP to 192.0.2.1:7440 would show"),
+        "{why}"
+    );
+    let everywhere = || Listener::bind(&"0.0.0.0:0".parse().unwrap()).unwrap();
     let shares = || Shares::of_files([]).unwrap();
-    let refused = Server::start(everywhere(), shares(), Protection::Loopback);
+    let refused = Server::start(everywhere(), shares(), None, PLAIN.1);
     assert!(matches!(refused, Err(ServeError::Plain(_))));
-    assert!(Server::start(everywhere(), shares(), Protection::Insecure).is_ok());
+    assert!(Server::start(everywhere(), shares(), None, PlainPolicy::Anywhere).is_ok());
 }

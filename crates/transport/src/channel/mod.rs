@@ -27,6 +27,7 @@ mod raw;
 mod secure;
 mod send;
 mod spinner;
+mod stream;
 mod tls;
 mod wait;
 
@@ -34,10 +35,12 @@ pub use connect::is_local;
 pub use connection::Connection;
 pub use error::{AdoptError, ChannelError, OpenError};
 pub use listener::Listener;
+pub(crate) use names::is_elsewhere;
 pub use names::resolve;
 pub use origin::Origin;
 pub use raw::RawSlice;
 pub use spinner::Spinner;
+pub use stream::Stream;
 #[cfg(feature = "tls")]
 pub use tls::{Pem, TlsFiles, TlsPem};
 pub use tls::{TLS_VERSION, Tls, TlsConfig, TlsError};

@@ -5,6 +5,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, SocketAddrV6, ToSocketAddrs};
 
 use super::OpenError;
+use super::connection::is_loopback;
 use crate::address::Address;
 
 /// Returns the addresses of a host, at least one.
@@ -44,6 +45,15 @@ pub(super) fn literal(host: &str, port: u16) -> io::Result<Option<SocketAddr>> {
     })
 }
 
+/// Whether `address` is one of another host, and no name.
+pub(crate) fn is_elsewhere(address: &Address) -> bool {
+    match address {
+        Address::Unix(_) => false,
+        Address::Tcp { host, port } => literal(host, *port)
+            .is_ok_and(|found| found.is_some_and(|found| !is_loopback(found.ip()))),
+    }
+}
+
 /// Returns the number of an interface by its name. A number is taken as it is.
 fn interface(zone: &str) -> io::Result<u32> {
     if let Ok(number) = zone.parse() {
@@ -77,8 +87,7 @@ pub(super) fn address_of(found: SocketAddr) -> Address {
 
 /// The same for people, who know that it is one of TCP.
 pub(super) fn name_of(found: SocketAddr) -> String {
-    let name = address_of(found).to_string();
-    name.strip_prefix("tcp:").map(str::to_owned).unwrap_or(name)
+    address_of(found).authority()
 }
 
 #[cfg(test)]

@@ -63,7 +63,7 @@ impl Admission {
             Role::Control => return Err(Status::OldGeneration),
             Role::Bulk => self.bulk,
             Role::Urgent => self.urgent,
-            Role::Tunnel => return Err(Status::BadRole),
+            Role::Tunnel | Role::Share => return Err(Status::BadRole),
         };
         if key.generation < self.generation {
             return Err(Status::OldGeneration);

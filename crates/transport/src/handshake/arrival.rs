@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{Secret, Stranger};
-use crate::channel::{ChannelError, Connection, OpenError, Wait};
+use crate::channel::{ChannelError, Connection, OpenError, Origin, Wait};
 use crate::wire::{Capabilities, ChannelKey, Hello, SessionId, Status, WELCOME_BYTES, path_check};
 
 /// The result of the negotiation between the two sides.
@@ -83,6 +83,12 @@ impl Arrival {
     #[must_use]
     pub fn peer(&self) -> &str {
         self.connection.peer()
+    }
+
+    /// The host of the source, for shares of places.
+    #[must_use]
+    pub const fn origin(&self) -> Origin {
+        self.connection.origin()
     }
 
     /// Tells the source that the channel is open, and returns the connection. Does not wait.

@@ -59,6 +59,7 @@ pub fn dial(
     [connect, limit]: [Duration; 2],
     stop: &dyn Fn() -> bool,
 ) -> Result<Opened, HandshakeError> {
+    protection.allows(address)?;
     let wait = Wait::block("connection").within(connect).unless(stop);
     let connection = Connection::connect(address, &wait)?;
     let host = match address {

@@ -1,6 +1,8 @@
 //! The protection of connections against other hosts.
 
-use crate::channel::{Tls, TlsConfig, TlsError};
+use super::HandshakeError;
+use crate::address::Address;
+use crate::channel::{Tls, TlsConfig, TlsError, is_elsewhere};
 
 /// The protection of a side's connections.
 #[derive(Debug, Clone)]
@@ -32,5 +34,21 @@ impl Protection {
             Some(tls) => Self::Tls(tls.load()?),
             None => Self::Plain(plain),
         })
+    }
+
+    /// Checks that this side may talk to `address`, without asking a resolver. The address behind a
+    /// name is checked when there is a connection.
+    ///
+    /// # Errors
+    /// [`HandshakeError::PlainForbidden`] for another host without TLS.
+    pub fn allows(&self, address: &Address) -> Result<(), HandshakeError> {
+        match self {
+            Self::Plain(PlainPolicy::LoopbackOnly) if is_elsewhere(address) => {
+                Err(HandshakeError::PlainForbidden {
+                    peer: address.authority(),
+                })
+            }
+            _ => Ok(()),
+        }
     }
 }

@@ -30,11 +30,19 @@ pub enum Role {
     Bulk = 2,
     /// Carries streams of another program, not a VM of ours.
     Tunnel = 3,
+    /// Carries requests for parts of shared files, and their answers.
+    Share = 4,
 }
 
 impl Role {
     /// Every role, in the order of their numbers.
-    pub const ALL: [Self; 4] = [Self::Control, Self::Urgent, Self::Bulk, Self::Tunnel];
+    pub const ALL: [Self; 5] = [
+        Self::Control,
+        Self::Urgent,
+        Self::Bulk,
+        Self::Tunnel,
+        Self::Share,
+    ];
 
     /// Returns the role of this number, or `None` if there is none.
     #[must_use]
@@ -50,6 +58,7 @@ impl fmt::Display for Role {
             Self::Urgent => "urgent",
             Self::Bulk => "bulk",
             Self::Tunnel => "tunnel",
+            Self::Share => "share",
         })
     }
 }
@@ -79,13 +88,15 @@ impl ChannelKey {
         }
     }
 
-    /// Whether this channel opens its session: it is the first control channel, or the first
-    /// connection of the first channel of a tunnel.
+    /// Whether this channel opens its session: it is the first control channel, the first
+    /// connection of the first channel of a tunnel, or a connection to shared files.
     #[must_use]
     pub const fn opens_session(&self) -> bool {
         match self.role {
             Role::Control => self.generation == 1,
             Role::Tunnel => self.index == 0 && self.generation == 1 && self.incarnation == 1,
+            // Each connection is a session of its own.
+            Role::Share => true,
             Role::Urgent | Role::Bulk => false,
         }
     }

@@ -142,7 +142,7 @@ impl Hello {
         let index = layout.index.get();
         let highest = match role {
             Role::Control => 0,
-            Role::Urgent | Role::Bulk | Role::Tunnel => u16::MAX,
+            _ => u16::MAX,
         };
         in_range(WHAT, "index", index.into(), 0, highest.into())?;
         let (generation, incarnation) = (layout.generation.get(), layout.incarnation.get());
