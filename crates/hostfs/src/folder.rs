@@ -1,7 +1,9 @@
 //! Directories of this process, in directories that others may own.
 
 use crate::{Owner, SocketFile, identity, kind, open_directory, socket, split};
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, fstat, openat, statat, unlinkat};
+use rustix::fs::{
+    AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, fstat, openat, statat, unlinkat,
+};
 use rustix::io::Errno;
 use std::ffi::{CStr, OsStr};
 use std::fs::File;
@@ -10,19 +12,31 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The tries to find a name that nobody has.
 const TRIES: usize = 16;
 /// The depth of directories below one that is removed.
 const MOST_DEPTH: usize = 32;
 
-/// A new directory of mode 0700. Dropping it removes it with its contents.
+/// How the names of these directories begin.
+const PREFIX: &str = ".pageferry-";
+/// The file in it that its process holds.
+const HELD: &str = ".held";
+/// The age from which a directory that no process holds is one that a killed process left. A
+/// younger one may be about to be held.
+const LEFT_AFTER: Duration = Duration::from_secs(10);
+
+/// A new directory of mode 0700. Dropping it removes it with its contents. The next one that is made
+/// in the same place removes those that killed processes have left.
 #[derive(Debug)]
 pub struct Folder {
     parent: OwnedFd,
     name: String,
     directory: OwnedFd,
     path: PathBuf,
+    /// Locked until this process ends, also by a kill.
+    _held: OwnedFd,
 }
 
 impl Folder {
@@ -60,8 +74,9 @@ impl Folder {
     }
 
     pub(crate) fn new(parent: OwnedFd, parent_path: &Path) -> Result<Self, Errno> {
+        sweep(&parent, LEFT_AFTER);
         for _ in 0..TRIES {
-            let name = format!(".pageferry-{:016x}", RandomState::new().hash_one(0));
+            let name = format!("{PREFIX}{:016x}", RandomState::new().hash_one(0));
             match rustix::fs::mkdirat(&parent, &name, Mode::RWXU) {
                 Ok(()) => {}
                 Err(Errno::EXIST) => continue,
@@ -75,12 +90,16 @@ impl Folder {
             if !is_private {
                 return Err(Errno::PERM);
             }
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+            let held = openat(&directory, HELD, flags, Mode::RUSR | Mode::WUSR)?;
+            flock(&held, FlockOperation::NonBlockingLockExclusive)?;
             let path = parent_path.join(&name);
             return Ok(Self {
                 parent,
                 name,
                 directory,
                 path,
+                _held: held,
             });
         }
         Err(Errno::EXIST)
@@ -154,6 +173,44 @@ impl Drop for Folder {
             // If it was swapped since, only an empty directory of that user goes.
             let _ = unlinkat(&self.parent, &self.name, AtFlags::REMOVEDIR);
         }
+    }
+}
+
+/// Removes the directories in `parent` that killed processes have left: those of this user or of the
+/// user of `parent` that nobody holds, and that are older than `age`.
+pub(crate) fn sweep(parent: &OwnedFd, age: Duration) {
+    let (Ok(entries), Ok(above)) = (Dir::read_from(parent), fstat(parent)) else {
+        return;
+    };
+    let users = [above.st_uid, rustix::process::geteuid().as_raw()];
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        if !name.to_bytes().starts_with(PREFIX.as_bytes()) {
+            continue;
+        }
+        let Ok(directory) = enter(parent, name) else {
+            continue;
+        };
+        let is_left = fstat(&directory).is_ok_and(|found| {
+            let changed = Duration::from_secs(u64::try_from(found.st_ctime).unwrap_or(0));
+            users.contains(&found.st_uid) && now.saturating_sub(changed) >= age
+        });
+        if is_left && !is_held(&directory) {
+            empty(directory.as_fd(), MOST_DEPTH);
+            let _ = unlinkat(parent, name, AtFlags::REMOVEDIR);
+        }
+    }
+}
+
+/// Whether a process holds a directory.
+fn is_held(directory: &OwnedFd) -> bool {
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    match openat(directory, HELD, flags, Mode::empty()) {
+        Ok(file) => flock(&file, FlockOperation::NonBlockingLockExclusive).is_err(),
+        Err(errno) => errno != Errno::NOENT,
     }
 }
 

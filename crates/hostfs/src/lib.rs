@@ -4,7 +4,8 @@
 //! and nothing else: no swapped name or link makes this process give him another file. Nobody but
 //! the owner of a socket can connect, from the first moment on. Of two processes that want one
 //! path, one gets it, and a socket that somebody listens at is never taken away. Dropping a value
-//! removes its file or directory, if that is still there and still the same.
+//! removes its file or directory, if that is still there and still the same. The next process
+//! removes what a killed one left.
 //!
 //! **Mechanism.** A path is resolved once, to a descriptor of its directory. All later calls go
 //! through that descriptor, and follow no link. A socket of somebody else is made in a [`Folder`]

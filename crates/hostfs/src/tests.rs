@@ -1,3 +1,4 @@
+use crate::folder::sweep;
 use crate::{Folder, ListenError, OwnError, Owner, give, listen_at, own_directory};
 use rustix::fs::{AtFlags, Gid, Mode, Uid, chmodat, chownat};
 use std::ffi::OsStr;
@@ -7,6 +8,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
+use std::time::Duration;
 
 fn scratch() -> Folder {
     Folder::within(&std::env::temp_dir()).unwrap()
@@ -40,8 +42,10 @@ fn a_socket_has_its_mode_and_is_not_taken_from_a_listener() {
     }
     drop(listen_at(&path, &owner(0o600)).unwrap());
     assert!(!path.exists());
-    // Nothing else is left.
-    assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);
+    // Nothing else is left but the file by which this process holds the directory.
+    let left = fs::read_dir(scratch.path()).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, [".held"]);
 }
 
 #[test]
@@ -160,6 +164,9 @@ fn no_other_room_gives_files_away_or_listens_at_a_path() {
         "chmodat(",
         "fs::set_permissions(",
         "UnixListener::bind(",
+        "TcpListener::bind(",
+        "TcpStream::connect",
+        "to_socket_addrs(",
     ];
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     for name in [
@@ -180,7 +187,7 @@ fn no_other_room_gives_files_away_or_listens_at_a_path() {
             let call = calls.iter().find(|call| text.contains(**call));
             assert!(
                 call.is_none(),
-                "{} calls {call:?}: use this room",
+                "{} calls {call:?}: use this room, or `transport`",
                 path.display()
             );
         }
@@ -205,13 +212,40 @@ fn swap(directory: &Path, victim: &Path, over: &AtomicBool) -> u64 {
             if fs::rename(&path, &aside).is_ok() && symlink(victim, &path).is_ok() {
                 swapped += 1;
                 // Long enough for a call by the path.
-                std::thread::sleep(std::time::Duration::from_micros(20));
+                std::thread::sleep(Duration::from_micros(20));
                 let _ = fs::remove_file(&path);
             }
             let _ = fs::remove_file(&aside).or_else(|_| fs::remove_dir_all(&aside));
         }
     }
     swapped
+}
+
+/// A child of its own makes a directory and is killed.
+#[test]
+fn what_a_killed_process_left_goes_and_what_is_held_stays() {
+    const PLACE: &str = "PAGEFERRY_TEST_PLACE";
+    if let Some(place) = std::env::var_os(PLACE) {
+        let folder = Folder::within(Path::new(&place)).unwrap();
+        folder.create("file", &Owner::default()).unwrap();
+        folder.create_directory("below").unwrap();
+        std::process::abort();
+    }
+    let root = scratch();
+    let name = "tests::what_a_killed_process_left_goes_and_what_is_held_stays";
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    root.create_directory("place").unwrap();
+    let place = root.path().join("place");
+    let child = child.args(["--exact", name]).env(PLACE, &place);
+    assert!(!child.output().unwrap().status.success());
+    let held = Folder::within(&place).unwrap();
+    fs::create_dir(place.join("pageferry-of-somebody")).unwrap();
+    let names = || fs::read_dir(&place).unwrap().count();
+    assert_eq!(names(), 3, "a young one may be about to be held");
+    let directory = crate::open_directory(&place).unwrap();
+    sweep(&directory, Duration::ZERO);
+    assert_eq!(names(), 2);
+    assert!(held.path().exists());
 }
 
 #[test]

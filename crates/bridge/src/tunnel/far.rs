@@ -5,7 +5,7 @@ use super::status::{Event, Observer, SessionState, StartError};
 use super::{Config, Letters, MAX_CHANNELS, Route};
 use pageferry_migration::{Listener, Role, Status};
 use pageferry_transport::address::Address;
-use pageferry_transport::channel::OpenError;
+use pageferry_transport::channel::{OpenError, Origin};
 use pageferry_transport::handshake::{Acceptor, Arrival, Expected, Router, Secret, Stranger};
 use pageferry_transport::wire::{ChannelKey, Hello, SessionId};
 use pageferry_transport::{Mailbox, Quota};
@@ -14,8 +14,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-/// The most sessions at once.
-const MAX_SESSIONS: usize = 64;
+/// The most sessions at once, and of them those of one host. Each has a thread.
+const MAX_SESSIONS: usize = 256;
+const MAX_SESSIONS_OF_ONE: usize = 48;
+/// The most connections of the sessions of one host.
+const MAX_CONNECTIONS_OF_ONE: usize = 96;
 
 /// The far end of a tunnel: it accepts near ends, and connects to the VMM of each route.
 pub struct Far {
@@ -38,6 +41,7 @@ struct Desk {
 
 /// A session that is under way.
 struct Known {
+    origin: Origin,
     secret: Secret,
     letters: Letters,
     board: Board,
@@ -167,13 +171,15 @@ impl Desk {
         if full { Err(Status::Busy) } else { Ok(()) }
     }
 
-    /// Begins a session, in a thread of its own.
-    fn begin(self: &Arc<Self>, id: SessionId, secret: Secret) -> std::io::Result<Known> {
+    /// Begins the session of an arrival, in a thread of its own.
+    fn begin(self: &Arc<Self>, arrival: &Arrival) -> std::io::Result<Known> {
+        let id = arrival.agreed().session;
         let letters: Letters = Arc::new(Mailbox::new().map_err(std::io::Error::other)?);
         let route = "unknown".parse().map_err(std::io::Error::other)?;
         let board = super::new_board(route, id.to_string());
         let known = Known {
-            secret,
+            origin: arrival.origin(),
+            secret: arrival.secret().clone(),
             letters: Arc::clone(&letters),
             board: Arc::clone(&board),
             incarnations: HashMap::new(),
@@ -221,6 +227,14 @@ impl Router for Gate {
     fn accepted(&self, arrival: Arrival) -> Result<(), Box<(Arrival, Status)>> {
         let agreed = *arrival.agreed();
         let mut sessions = self.0.sessions();
+        let origin = arrival.origin();
+        let theirs = sessions.values().filter(|known| known.origin == origin);
+        let connections: usize = theirs.clone().map(|known| known.incarnations.len()).sum();
+        let known = sessions.get(&agreed.session);
+        let is_new = known.is_none_or(|known| !known.incarnations.contains_key(&agreed.key.index));
+        if is_new && connections >= MAX_CONNECTIONS_OF_ONE {
+            return Err(arrival.refused(Status::Busy));
+        }
         if !sessions.contains_key(&agreed.session) {
             if !agreed.key.opens_session() {
                 return Err(arrival.refused(Status::UnknownSession));
@@ -228,7 +242,10 @@ impl Router for Gate {
             if let Err(status) = self.0.check_new(&sessions) {
                 return Err(arrival.refused(status));
             }
-            match self.0.begin(agreed.session, arrival.secret().clone()) {
+            if theirs.clone().count() >= MAX_SESSIONS_OF_ONE {
+                return Err(arrival.refused(Status::Busy));
+            }
+            match self.0.begin(&arrival) {
                 Ok(known) => sessions.insert(agreed.session, known),
                 Err(why) => {
                     tracing::warn!(%why, "a session cannot begin");

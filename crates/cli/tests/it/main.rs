@@ -21,6 +21,7 @@ mod json_output;
 mod limits;
 mod linux;
 mod linux_moves;
+mod listeners;
 mod metrics;
 mod named_files;
 mod names;

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 const MIB: u64 = 1 << 20;
 
 /// The most descriptors that strangers cost: places without a preamble, and silent sessions.
-const PLACES: usize = 128 + 32;
+const PLACES: usize = 96 + 32;
 
 fn vm() -> WorkloadVm {
     let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);

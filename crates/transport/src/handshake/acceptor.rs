@@ -18,7 +18,7 @@ use crate::channel::{Connection, Listener};
 use crate::wire::{Credentials, Hello, HelloReply, Side, Status, Welcome};
 
 /// The most pending connections. One more takes the place of another.
-const MAX_PENDING: usize = 128;
+const MAX_PENDING: usize = 96;
 /// The most connections that are accepted before the bytes of all are read. They are fewer than a
 /// new one outlives, so the preamble of a source that sends it at once is always read.
 const AT_A_TIME: usize = MAX_PENDING / 16;
