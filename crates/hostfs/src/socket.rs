@@ -59,6 +59,13 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
+    /// Whether the file is still there and still the same.
+    #[must_use]
+    pub fn is_in_place(&self) -> bool {
+        let there = statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW);
+        there.is_ok_and(|found| identity(&found) == self.identity)
+    }
+
     /// Leaves the file where it is: the next process replaces it.
     pub fn keep(mut self) {
         self.stays = true;
@@ -67,8 +74,7 @@ impl SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let there = statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW);
-        if !self.stays && there.is_ok_and(|found| identity(&found) == self.identity) {
+        if !self.stays && self.is_in_place() {
             let _ = unlinkat(&self.parent, &self.name, AtFlags::empty());
         }
     }

@@ -11,10 +11,13 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The interval at which threads look whether they should end.
 const INTERVAL: Duration = Duration::from_millis(50);
+
+/// The interval at which a listener looks whether its socket is still there.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// The near end of a tunnel: a listener for each route, and one session at a time for each.
 pub struct Near {
@@ -61,9 +64,13 @@ impl Near {
             near.addresses.push(listener.local_addr().clone());
             let letters: Letters = Arc::new(Mailbox::new().map_err(std::io::Error::other)?);
             let (shared, opened) = (Arc::clone(&near.shared), Arc::clone(&letters));
-            near.spawn("streams", move || shared.accept(&listener, &opened))?;
-            let (shared, route) = (Arc::clone(&near.shared), route.clone());
-            near.spawn("session", move || shared.serve(&route, &letters))?;
+            let of_session = route.clone();
+            let of_listener = route.address.clone();
+            near.spawn("streams", move || {
+                shared.accept(listener, &of_listener, &opened);
+            })?;
+            let shared = Arc::clone(&near.shared);
+            near.spawn("session", move || shared.serve(&of_session, &letters))?;
         }
         Ok(near)
     }
@@ -138,9 +145,25 @@ impl Shared {
     }
 
     /// Gives the streams that VMMs open to the session, in their order.
-    fn accept(&self, listener: &Listener, letters: &Letters) {
+    fn accept(&self, mut listener: Listener, address: &Address, letters: &Letters) {
+        let mut looked = Instant::now();
+        let mut told = false;
         // A session that is under way may get more streams.
         while !self.is_closed() || self.is_served(letters) {
+            if looked.elapsed() >= LOOK {
+                looked = Instant::now();
+                if !listener.is_in_place() {
+                    // A VMM that listens at the same path has removed it.
+                    match Listener::bind_for(address, &self.config.owner) {
+                        Ok(anew) => (listener, told) = (anew, false),
+                        Err(why) if !told => {
+                            told = true;
+                            tracing::warn!(%why, "no VMM finds this tunnel at {address}");
+                        }
+                        Err(_) => {}
+                    }
+                }
+            }
             let mut fds = [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
             sleep_on(&mut fds, INTERVAL);
             match listener.try_accept() {

@@ -101,7 +101,7 @@ pub(crate) struct Scene {
     pub(crate) far_log: Arc<Log>,
     /// Where the far VMM listens.
     pub(crate) vmm: UnixListener,
-    near_path: PathBuf,
+    pub(crate) near_path: PathBuf,
     _scratch: Scratch,
 }
 

@@ -412,3 +412,24 @@ fn a_socket_that_is_taken_is_told() {
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     assert!(Listener::bind(listener.local_addr()).is_err());
 }
+
+/// As QEMU does that listens at the same path: it removes what it finds there.
+#[test]
+fn a_near_end_whose_socket_was_removed_makes_it_again() {
+    let scene = Scene::new(&calm(), |far| far);
+    std::fs::remove_file(&scene.near_path).unwrap();
+    let other = std::os::unix::net::UnixListener::bind(&scene.near_path).unwrap();
+    // Longer than it takes to look.
+    std::thread::sleep(Duration::from_millis(1500));
+    other.set_nonblocking(true).unwrap();
+    let _theirs = std::os::unix::net::UnixStream::connect(&scene.near_path).unwrap();
+    assert!(
+        other.accept().is_ok(),
+        "a socket of somebody who listens stays"
+    );
+    drop(other);
+    wait_until("the near end's socket", || {
+        std::os::unix::net::UnixStream::connect(&scene.near_path).is_ok()
+    });
+    scene.accept();
+}

@@ -26,7 +26,7 @@ pub struct Listener {
     socket: OwnedFd,
     address: Address,
     /// Removes the file when it is dropped.
-    _file: Option<SocketFile>,
+    file: Option<SocketFile>,
 }
 
 impl Listener {
@@ -35,7 +35,7 @@ impl Listener {
         Self {
             socket,
             address,
-            _file: None,
+            file: None,
         }
     }
 
@@ -81,7 +81,7 @@ impl Listener {
         Ok(Self {
             socket,
             address: address_of(bound),
-            _file: None,
+            file: None,
         })
     }
 
@@ -97,7 +97,7 @@ impl Listener {
         Ok(Self {
             socket: socket.into(),
             address: address.clone(),
-            _file: Some(file),
+            file: Some(file),
         })
     }
 
@@ -105,6 +105,13 @@ impl Listener {
     #[must_use]
     pub const fn local_addr(&self) -> &Address {
         &self.address
+    }
+
+    /// Whether somebody who dials its address finds it: another process may have removed the file
+    /// of a unix socket, or made one of its own there.
+    #[must_use]
+    pub fn is_in_place(&self) -> bool {
+        self.file.as_ref().is_none_or(SocketFile::is_in_place)
     }
 
     /// Waits for the next connection.

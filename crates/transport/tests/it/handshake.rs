@@ -2,7 +2,9 @@
 
 use pageferry_testkit::certificates::{Authority, Validity};
 use pageferry_testkit::handshake::*;
+use pageferry_testkit::netns;
 use pageferry_testkit::shaper::{Plan, Shaper};
+use pageferry_testkit::two_hosts::{Host, Link, Rate, or_skip};
 use pageferry_testkit::{LIMIT, wait_for};
 use pageferry_transport::address::Address;
 use pageferry_transport::channel::{ChannelError, Connection, Listener, OpenError, Wait};
@@ -777,4 +779,54 @@ fn a_source_gets_through_a_flood_from_its_own_address() {
         eprintln!("{first:?}: {passed} of {OPENINGS} beside {floods:?}");
         assert!(passed >= least, "{first:?}: {passed} of {OPENINGS}");
     }
+}
+
+/// Two hosts know each other by link-local addresses only: each needs its own zone.
+#[test]
+fn link_local_addresses_have_their_zones() {
+    let Some(hosts) = or_skip(&Link::new(Rate::bits(1_000_000_000))) else {
+        return;
+    };
+    let within = |host: Host, work: &(dyn Fn() + Sync)| {
+        netns::within(hosts.name(host), work).unwrap();
+    };
+    let found = Mutex::new(None);
+    within(Host::A, &|| {
+        let mine = wait_for("a link-local address", link_local);
+        let address: Address = format!("[{mine}]:0").parse().unwrap();
+        let listener = wait_for("the address to be usable", || Listener::bind(&address).ok());
+        assert!(listener.local_addr().to_string().contains('%'));
+        *found.lock().unwrap() = Some(Destination::on(listener, PLAIN_ANYWHERE, HELLO_LIMIT));
+    });
+    let destination = found.into_inner().unwrap().unwrap();
+    let zoned = destination.address.to_string();
+    let (ip, port) = (
+        zoned.split('%').next().unwrap(),
+        zoned.rsplit(':').next().unwrap(),
+    );
+    within(Host::B, &|| {
+        let zone = wait_for("a link-local address", link_local);
+        let zone = zone.split_once('%').unwrap().1.to_owned();
+        let there: Address = format!("{ip}%{zone}]:{port}").parse().unwrap();
+        let opened = open(&there, &PLAIN_ANYWHERE, &identity(), FIRST).unwrap();
+        assert!(opened.connection.peer().contains(&format!("%{zone}]")));
+    });
+    let taken = destination.take(FIRST);
+    assert!(taken.peer().contains('%'), "{}", taken.peer());
+}
+
+const PLAIN_ANYWHERE: Protection = Protection::Plain(PlainPolicy::Anywhere);
+
+/// The first link-local address of this host that may be used, with its zone.
+fn link_local() -> Option<String> {
+    let table = std::fs::read_to_string("/proc/thread-self/net/if_inet6").ok()?;
+    table.lines().find_map(|line| {
+        let parts: Vec<&str> = line.split_whitespace().collect();
+        // 0x20 is the scope of a link, 0x40 says that it is still being checked.
+        let flags = u32::from_str_radix(parts[4], 16).ok()?;
+        let usable = parts[3] == "20" && flags & 0x40 == 0;
+        let bits = u128::from_str_radix(parts[0], 16).ok()?;
+        let ip = std::net::Ipv6Addr::from_bits(bits);
+        usable.then(|| format!("{ip}%{}", parts[5]))
+    })
 }
