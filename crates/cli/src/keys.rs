@@ -7,8 +7,9 @@
 //! **Mechanism.** One thread reads when there is something to read, and looks around at intervals.
 //! A process in the background does not read, since that would stop it.
 
-use crate::signals::{Interrupts, sleep_on};
+use crate::signals::Interrupts;
 use crate::terminal;
+use pageferry_transport::sleep_on;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::{Errno, read};
 use rustix::stdio::stdin;

@@ -159,19 +159,6 @@ fn is_on_terminal() -> bool {
     isatty(stdin()) && tcgetsid(stdin()).is_ok_and(|session| getsid(None) == Ok(session))
 }
 
-/// Sleeps until a descriptor is ready, a signal comes, or `limit` is over. The caller looks at the
-/// events that came back: there are none if the limit is over.
-///
-/// poll(2) fails where the kernel lacks memory, and where the limit of descriptors is zero. Then
-/// this sleeps all the same: its caller must not spin.
-pub(crate) fn sleep_on(fds: &mut [PollFd<'_>], limit: Duration) {
-    let timespec = Timespec::try_from(limit).expect("a short time");
-    match poll(fds, Some(&timespec)) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => {}
-        Err(_) => std::thread::sleep(limit),
-    }
-}
-
 /// Waits until the terminal on standard input has closed.
 fn wait_for_hangup() {
     // Not every kind of terminal wakes a wait for this.

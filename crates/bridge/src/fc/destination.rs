@@ -30,8 +30,9 @@ use pageferry_migration::{
     Resolver, RunningVm,
 };
 use pageferry_pager::Handshake;
+use pageferry_transport::Bell;
 use pageferry_userfault::PageBitmap;
-use rustix::event::{EventfdFlags, epoll};
+use rustix::event::epoll;
 use serde_json::json;
 use std::io::Write as _;
 use std::ops::Range;
@@ -184,7 +185,7 @@ struct Guest {
     stream: OnceLock<UnixStream>,
     /// Readable when faults wait: in the userfaultfd, or read by another thread (`bell`).
     faults: OwnedFd,
-    bell: OwnedFd,
+    bell: Bell,
     /// Ends the migration.
     give_up: Box<dyn Fn() + Send + Sync>,
     over: AtomicBool,
@@ -261,8 +262,7 @@ impl Guest {
         let ram = adopt(&memfd(bytes)?, bytes, true)?;
         let os = |e: rustix::io::Errno| FcError::io("cannot make descriptors for faults", e);
         let faults = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(os)?;
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let bell = rustix::event::eventfd(0, flags).map_err(os)?;
+        let bell = Bell::new().map_err(|e| FcError::io("cannot make descriptors for faults", e))?;
         let data = epoll::EventData::new_u64(0);
         epoll::add(&faults, &bell, data, epoll::EventFlags::IN).map_err(os)?;
         let host = Arc::clone(destination);
@@ -380,7 +380,7 @@ impl Guest {
 
     /// Tells the thread of faults that there may be some.
     fn ring(&self) {
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        self.bell.ring();
     }
 
     /// Follows the process from the load on.
@@ -518,7 +518,7 @@ impl FaultEvents for Stream {
     }
     fn next(&mut self) -> Result<Option<FaultEvent>, MachineError> {
         // Before the look: a later ring is for a later look.
-        let _ = rustix::io::read(&self.0.bell, &mut [0; 8][..]);
+        self.0.bell.hush();
         let Some(memory) = self.0.memory.get() else {
             return Ok(None);
         };

@@ -9,9 +9,9 @@
 //! client looks at both directions in turn. The console keeps the text for all clients.
 
 use super::server::WRITE_LIMIT;
-use crate::signals::{Interrupts, sleep_on};
+use crate::signals::Interrupts;
 use pageferry_machine::Console;
-use pageferry_transport::{Connection, Stream};
+use pageferry_transport::{Connection, Stream, sleep_on};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::Write;
 use std::os::fd::AsFd;

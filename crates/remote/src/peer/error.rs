@@ -1,7 +1,7 @@
 //! The failures of a conversation.
 
-use super::wire::{Code, FrameError};
-use pageferry_transport::wire::Status;
+use super::wire::Code;
+use pageferry_transport::wire::{Status, WireError};
 use pageferry_transport::{ChannelError, HandshakeError, TlsError};
 use std::io;
 
@@ -40,7 +40,7 @@ pub enum PeerError {
     Tls(#[from] TlsError),
     /// The peer breaks the protocol.
     #[error("the peer breaks the protocol: {0}")]
-    Frame(#[from] FrameError),
+    Frame(#[from] WireError),
     /// The peer has a reason.
     #[error("the peer says: {sentence}")]
     Refused {

@@ -30,4 +30,4 @@ pub use error::PeerError;
 pub use server::{Limits, ServeError, Server};
 pub use shares::{ShareError, Shares};
 pub use store::PeerStore;
-pub use wire::{Code, FrameError};
+pub use wire::Code;

@@ -2,9 +2,10 @@
 
 use super::error::PeerError;
 use super::wire::{
-    FrameError, HEADER_BYTES, Kind, MAX_BODY, MAX_EXTENTS, MAX_IDENTITY, Opened, Reply, Request,
-    check_len, decode_extents,
+    HEADER_BYTES, Kind, MAX_BODY, MAX_EXTENTS, MAX_IDENTITY, Opened, Reply, Request, check_len,
+    decode_extents,
 };
+use pageferry_transport::wire::in_range;
 use std::io::{Read, Write};
 
 /// A conversation over a stream. After an error that is no answer of the peer it is of no use.
@@ -89,13 +90,14 @@ impl<S: Read + Write> Talk<S> {
         let mut header = [0; HEADER_BYTES];
         self.stream.read_exact(&mut header)?;
         let reply = Reply::decode(&header)?;
-        if reply.number != self.number {
-            let (expected, found) = (self.number, reply.number);
-            return Err(FrameError::Number { expected, found }.into());
-        }
+        let number = self.number.into();
+        in_range("reply", "number", reply.number.into(), number, number)?;
         match reply.kind {
-            Ok(found) if found == kind => Ok(reply),
-            Ok(found) => Err(FrameError::Kind(found as u8).into()),
+            Ok(found) => {
+                let (kind, found) = (kind as u64, found as u64);
+                in_range("reply", "kind", found, kind, kind)?;
+                Ok(reply)
+            }
             Err(code) => {
                 let mut sentence = vec![0; reply.len as usize];
                 self.body(&reply, &mut sentence)?;

@@ -1,7 +1,7 @@
 //! The frames behind the handshake: fixed headers in little-endian. See
 //! `docs/snapshot-protocol.md`.
 
-use xxhash_rust::xxh3::xxh3_64;
+use pageferry_transport::wire::{WireError, check, in_range, reserved_zero, xxh3_64};
 
 /// The length of the header of a request or a reply.
 pub const HEADER_BYTES: usize = 24;
@@ -20,48 +20,6 @@ const EXTENT_BYTES: usize = 16;
 /// The kind of a reply that says why there is no other.
 const ERROR: u8 = 0xff;
 
-/// A frame breaks the protocol. The connection is of no use any more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum FrameError {
-    /// The kind of a frame is not known, or not that of the request.
-    #[error("a frame is of kind {0}, which is not due")]
-    Kind(u8),
-    /// The reason of an error is not known.
-    #[error("an error has the unknown code {0}")]
-    Code(u8),
-    /// Reserved bytes are not zero.
-    #[error("reserved bytes are not zero")]
-    Reserved,
-    /// The reply is not that of the request.
-    #[error("a reply has number {found}, expected {expected}")]
-    Number {
-        /// The number of the request.
-        expected: u32,
-        /// The number of the reply.
-        found: u32,
-    },
-    /// The length is not allowed.
-    #[error("a frame has a body of {found} bytes, expected {least} to {most}")]
-    Length {
-        /// The length.
-        found: u32,
-        /// The shortest.
-        least: u32,
-        /// The longest.
-        most: u32,
-    },
-    /// The body is not the one that was sent.
-    #[error("the checksum of a frame is wrong: the bytes were damaged on their way")]
-    Checksum,
-    /// A text is no UTF-8.
-    #[error("a text is not UTF-8")]
-    Text,
-    /// A list of extents is not in order, or goes beyond the file.
-    #[error("extents are out of order, or behind the end of the file")]
-    Extents,
-}
-
 /// What a client asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -75,12 +33,12 @@ pub enum Kind {
 }
 
 impl Kind {
-    fn of(byte: u8) -> Result<Self, FrameError> {
+    fn of(byte: u8) -> Result<Self, WireError> {
         Ok(match byte {
             1 => Self::Open,
             2 => Self::Extents,
             3 => Self::Read,
-            _ => return Err(FrameError::Kind(byte)),
+            _ => return Err(bad("kind", byte.into())),
         })
     }
 }
@@ -102,14 +60,14 @@ pub enum Code {
 }
 
 impl Code {
-    fn of(byte: u8) -> Result<Self, FrameError> {
+    fn of(byte: u8) -> Result<Self, WireError> {
         Ok(match byte {
             1 => Self::Malformed,
             2 => Self::Absent,
             3 => Self::Changed,
             4 => Self::Short,
             5 => Self::Failed,
-            _ => return Err(FrameError::Code(byte)),
+            _ => return Err(bad("code", byte.into())),
         })
     }
 }
@@ -142,17 +100,19 @@ impl Request {
     /// Checks and takes a header apart.
     ///
     /// # Errors
-    /// [`FrameError`].
-    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
+    /// [`WireError`].
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, WireError> {
         let request = Self {
             kind: Kind::of(bytes[0])?,
             number: u32_at(bytes, 4),
             offset: u64_at(bytes, 8),
             len: u32_at(bytes, 16),
         };
-        if bytes[1..4] != [0; 3] || bytes[20..] != [0; 4] {
-            return Err(FrameError::Reserved);
-        }
+        reserved_zero(
+            "request",
+            "reserved",
+            &[&bytes[1..4], &bytes[20..]].concat(),
+        )?;
         let most = match request.kind {
             Kind::Open => MAX_NAME as u32,
             Kind::Extents => MAX_EXTENTS,
@@ -160,7 +120,7 @@ impl Request {
         };
         check_len(request.len, 1, most)?;
         match request.kind {
-            Kind::Open if request.offset != 0 => Err(FrameError::Reserved),
+            Kind::Open if request.offset != 0 => Err(bad("offset", request.offset)),
             _ => Ok(request),
         }
     }
@@ -208,12 +168,12 @@ impl Reply {
     /// Checks and takes a header apart.
     ///
     /// # Errors
-    /// [`FrameError`].
-    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
+    /// [`WireError`].
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, WireError> {
         let kind = match (bytes[0], bytes[1]) {
             (ERROR, code) => Err(Code::of(code)?),
             (kind, 0) => Ok(Kind::of(kind)?),
-            _ => return Err(FrameError::Reserved),
+            (_, code) => return Err(bad("code", code.into())),
         };
         let reply = Self {
             kind,
@@ -221,9 +181,11 @@ impl Reply {
             len: u32_at(bytes, 8),
             checksum: u64_at(bytes, 16),
         };
-        if bytes[2..4] != [0; 2] || bytes[12..16] != [0; 4] {
-            return Err(FrameError::Reserved);
-        }
+        reserved_zero(
+            "reply",
+            "reserved",
+            &[&bytes[2..4], &bytes[12..16]].concat(),
+        )?;
         let most = match kind {
             Err(_) => MAX_SENTENCE as u32,
             Ok(_) => MAX_BODY,
@@ -235,21 +197,20 @@ impl Reply {
     /// Checks the body.
     ///
     /// # Errors
-    /// [`FrameError::Checksum`].
-    pub fn check(&self, body: &[u8]) -> Result<(), FrameError> {
-        match xxh3_64(body) == self.checksum {
-            true => Ok(()),
-            false => Err(FrameError::Checksum),
-        }
+    /// [`WireError::Checksum`].
+    pub fn check(&self, body: &[u8]) -> Result<(), WireError> {
+        check("reply", self.checksum, xxh3_64(body))
     }
 }
 
+fn bad(field: &'static str, value: u64) -> WireError {
+    let what = "frame";
+    WireError::BadField { what, field, value }
+}
+
 /// Refuses a length outside `least..=most`.
-pub(crate) fn check_len(found: u32, least: u32, most: u32) -> Result<(), FrameError> {
-    match (least..=most).contains(&found) {
-        true => Ok(()),
-        false => Err(FrameError::Length { found, least, most }),
-    }
+pub(crate) fn check_len(found: u32, least: u32, most: u32) -> Result<(), WireError> {
+    in_range("frame", "length", found.into(), least.into(), most.into())
 }
 
 /// A file at a server.
@@ -271,14 +232,15 @@ impl Opened {
     /// Checks and takes a body apart.
     ///
     /// # Errors
-    /// [`FrameError`].
-    pub fn decode(body: &[u8]) -> Result<Self, FrameError> {
+    /// [`WireError`].
+    pub fn decode(body: &[u8]) -> Result<Self, WireError> {
         check_len(body.len() as u32, 9, (8 + MAX_IDENTITY) as u32)?;
         let (bytes, identity) = body.split_at(8);
-        let identity = str::from_utf8(identity).map_err(|_| FrameError::Text)?;
-        match identity.chars().any(char::is_control) {
-            true => Err(FrameError::Text),
-            false => Ok(Self {
+        let identity = str::from_utf8(identity)
+            .map_err(|why| bad("identity", identity[why.valid_up_to()].into()))?;
+        match identity.chars().find(|c| c.is_control()) {
+            Some(control) => Err(bad("identity", u32::from(control).into())),
+            None => Ok(Self {
                 bytes: u64_at(bytes, 0),
                 identity: identity.to_owned(),
             }),
@@ -296,22 +258,22 @@ pub fn encode_extents(extents: &[(u64, u64)]) -> Vec<u8> {
 /// Checks and takes apart the extents from byte `from` of a file of `bytes`.
 ///
 /// # Errors
-/// [`FrameError`].
-pub fn decode_extents(body: &[u8], from: u64, bytes: u64) -> Result<Vec<(u64, u64)>, FrameError> {
+/// [`WireError`].
+pub fn decode_extents(body: &[u8], from: u64, bytes: u64) -> Result<Vec<(u64, u64)>, WireError> {
     let (extents, rest) = body.as_chunks::<EXTENT_BYTES>();
     let mut at = from;
     let mut checked = Vec::with_capacity(extents.len());
     for extent in extents {
         let (start, end) = (u64_at(extent, 0), u64_at(extent, 8));
         if start < at || end <= start || end > bytes {
-            return Err(FrameError::Extents);
+            return Err(bad("extents", start));
         }
         checked.push((start, end));
         at = end;
     }
     match rest.is_empty() {
         true => Ok(checked),
-        false => Err(FrameError::Extents),
+        false => Err(bad("length", body.len() as u64)),
     }
 }
 

@@ -162,11 +162,11 @@ fn malformed_requests_are_told_and_end_the_connection() {
     };
     for (request, expected) in [
         (valid.encode(), "no file is open"),
-        (with(0, 9), "kind 9"),
-        (with(1, 1), "reserved"),
-        (with(23, 1), "reserved"),
-        (with(16, 0), "0 bytes, expected 1 to 524288"),
-        (with(19, 0xff), "expected 1 to 524288"),
+        (with(0, 9), "`kind` holds 0x9"),
+        (with(1, 1), "`reserved` holds 0x1"),
+        (with(23, 1), "`reserved` holds 0x1"),
+        (with(16, 0), "`length` is 0, outside 1 to 524288"),
+        (with(19, 0xff), "outside 1 to 524288"),
     ] {
         let mut talk = talk(&server).unwrap();
         let socket = talk.stream();

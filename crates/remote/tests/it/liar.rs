@@ -122,19 +122,21 @@ fn the_double_of_a_server_is_read_when_it_is_honest() {
 fn wrong_replies_to_a_read_are_errors() {
     type Change = fn(&mut Reply, &mut Vec<u8>);
     let changes: [(&str, Change); 7] = [
-        ("number", |reply, _| reply.number += 1),
-        ("kind 2", |reply, _| reply.kind = Ok(Kind::Extents)),
+        ("`number` is", |reply, _| reply.number += 1),
+        ("`kind` is 2, outside 3 to 3", |reply, _| {
+            reply.kind = Ok(Kind::Extents);
+        }),
         ("checksum", |reply, _| reply.checksum ^= 1),
         ("checksum", |_, body| body[100] ^= 1),
-        ("a body of", |reply, body| {
+        ("`length` is", |reply, body| {
             body.pop();
             *reply = Reply::of(reply.kind, reply.number, body);
         }),
-        ("a body of", |reply, body| {
+        ("`length` is", |reply, body| {
             body.push(0);
             *reply = Reply::of(reply.kind, reply.number, body);
         }),
-        ("4294967295 bytes", |reply, _| reply.len = u32::MAX),
+        ("`length` is 4294967295", |reply, _| reply.len = u32::MAX),
     ];
     for (expected, change) in changes {
         let address = lies_about(Kind::Read, move |request| {
@@ -169,11 +171,11 @@ fn lies_about_a_file_are_errors_when_it_is_opened() {
         Opened { bytes, identity }.encode()
     };
     for (body, expected) in [
-        (vec![], "a body of 0 bytes"),
-        (vec![0; 8], "a body of 8 bytes"),
-        (opened(1, &"x".repeat(257)), "a body of 265 bytes"),
-        (opened(1, "\u{1b}[31m"), "UTF-8"),
-        ([&[0; 8][..], &[0xff; 4]].concat(), "UTF-8"),
+        (vec![], "`length` is 0"),
+        (vec![0; 8], "`length` is 8"),
+        (opened(1, &"x".repeat(257)), "`length` is 265"),
+        (opened(1, "\u{1b}[31m"), "`identity` holds"),
+        ([&[0; 8][..], &[0xff; 4]].concat(), "`identity` holds"),
     ] {
         let address = lies_about(Kind::Open, move |request| {
             let reply = Reply::of(Ok(request.kind), request.number, &body);
@@ -194,7 +196,7 @@ fn lies_about_a_file_are_errors_when_it_is_opened() {
             frame(&reply, &body)
         });
         let why = open(&address).unwrap_err().to_string();
-        assert!(why.contains("extents are out of order"), "{why}");
+        assert!(why.contains("`extents` holds"), "{why}");
     }
 }
 

@@ -70,7 +70,7 @@ fn a_server_refuses_names_with_detours() {
     ] {
         let why = talk(&server).unwrap().open(name).unwrap_err().to_string();
         let expected = if name.is_empty() {
-            "expected 1 to 1024"
+            "outside 1 to 1024"
         } else {
             "no file is shared"
         };

@@ -1,8 +1,8 @@
 //! The destination's side of the handshake: one thread that serves all pending connections.
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,7 +14,9 @@ use super::{
     place_to_take,
 };
 use crate::address::Address;
+use crate::bell::Bell;
 use crate::channel::{Connection, Listener};
+use crate::nap::sleep_on;
 use crate::wire::{Credentials, Hello, HelloReply, Side, Status, Welcome};
 
 /// The most pending connections. One more takes the place of another.
@@ -39,7 +41,7 @@ pub struct Acceptor {
 struct AcceptorState {
     orders: Mutex<Orders>,
     /// Wakes the thread.
-    wake: OwnedFd,
+    wake: Bell,
 }
 
 #[derive(Debug)]
@@ -81,7 +83,7 @@ impl Acceptor {
                 parting: Vec::new(),
                 stop: false,
             }),
-            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            wake: Bell::new()?,
         });
         let worker = Worker {
             shared: shared.clone(),
@@ -102,7 +104,7 @@ impl Acceptor {
     /// Accepts connections of one more listener.
     pub fn listen_also(&self, listener: Listener) {
         self.shared.orders().listeners.push(Arc::new(listener));
-        self.shared.wake();
+        self.shared.wake.ring();
     }
 
     /// Protects later connections in another way, for example with renewed certificates.
@@ -114,7 +116,7 @@ impl Acceptor {
     /// a limited time: closing with unread bytes would drop the message. The caller waits for none.
     pub fn part(&self, connections: impl IntoIterator<Item = Connection>) {
         self.shared.orders().parting.extend(connections);
-        self.shared.wake();
+        self.shared.wake.ring();
     }
 
     /// The addresses on which it listens.
@@ -131,7 +133,7 @@ impl Acceptor {
 impl Drop for Acceptor {
     fn drop(&mut self) {
         self.shared.orders().stop = true;
-        self.shared.wake();
+        self.shared.wake.ring();
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {
@@ -144,16 +146,6 @@ impl Drop for Acceptor {
 impl AcceptorState {
     fn orders(&self) -> MutexGuard<'_, Orders> {
         self.orders.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn wake(&self) {
-        // The only error is that of a full counter: then the thread is about to wake.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-    }
-
-    fn clear_wake(&self) {
-        // Without a wake-up since the last time, there is nothing to read.
-        let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
     }
 }
 
@@ -173,7 +165,7 @@ impl Worker {
         loop {
             let listeners = self.shared.orders().listeners.clone();
             self.sleep(&listeners);
-            self.shared.clear_wake();
+            self.shared.wake.hush();
             // Read after the sleep: an order that was given before a connection applies to it.
             let protection = {
                 let mut orders = self.shared.orders();
@@ -211,14 +203,9 @@ impl Worker {
             .collect();
         let ends = self.pending.iter().map(|peer| peer.since + self.limit);
         let next = ends.chain(self.retry_at).min();
-        let pause = next.map(|next| next.saturating_duration_since(now));
-        let pause = pause.and_then(|pause| Timespec::try_from(pause).ok());
-        if let Err(errno) = poll(&mut fds, pause.as_ref())
-            && errno != rustix::io::Errno::INTR
-        {
-            // Only a lack of kernel memory is left as the reason.
-            std::thread::sleep(RETRY);
-        }
+        // The longest has no end.
+        let pause = next.map_or(Duration::MAX, |next| next.saturating_duration_since(now));
+        sleep_on(&mut fds, pause);
     }
 
     fn accept_from(&mut self, listeners: &[Arc<Listener>]) {
