@@ -19,17 +19,20 @@ pub struct Xxh3(XxHash3_64);
 
 impl Xxh3 {
     #[must_use]
+    #[inline]
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Takes more bytes.
+    #[inline]
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.write(bytes);
     }
 
     /// Returns the xxh3-64 of all bytes so far.
     #[must_use]
+    #[inline]
     pub fn digest(&self) -> u64 {
         self.0.finish()
     }
@@ -37,12 +40,14 @@ impl Xxh3 {
 
 /// Returns the xxh3-64 of `bytes` with a seed.
 #[must_use]
+#[inline]
 pub fn xxh3_64_seeded(seed: u64, bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot_with_seed(seed, bytes)
 }
 
 /// Returns the xxh3-64 of `bytes`.
 #[must_use]
+#[inline]
 pub fn xxh3_64(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
