@@ -12,7 +12,8 @@
 
 use crate::exit::{Exit, Failure};
 use crate::procfs;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use pageferry_transport::sleep_on;
+use rustix::event::{PollFd, PollFlags};
 use rustix::process::getsid;
 use rustix::stdio::stdin;
 use rustix::termios::{isatty, tcgetsid};

@@ -84,7 +84,7 @@ struct Desk {
     limits: Limits,
     room: Room,
     /// How often a peer that was turned away is told.
-    quota: Quota,
+    quota: Arc<Quota>,
 }
 
 impl Server {
@@ -124,7 +124,7 @@ impl Server {
             plain,
             limits,
             room: Room::new("share", limits.connections, limits.per_host),
-            quota: Quota::new(),
+            quota: Arc::default(),
         });
         let router = Arc::clone(&desk) as _;
         let acceptor = Acceptor::start_with_limit(listener, protection, router, limits.greeting)?;
@@ -178,13 +178,14 @@ impl Router for Desk {
         let Ok(connection) = arrival.welcome() else {
             return Ok(());
         };
-        let (shares, limits) = (Arc::clone(&self.shares), self.limits);
+        let (shares, quota) = (Arc::clone(&self.shares), Arc::clone(&self.quota));
+        let limits = self.limits;
         let served = self.room.serve(connection, move |guest| {
-            if let Err(why) = converse(guest, &shares, limits) {
-                tracing::warn!(
-                    peer = guest.connection().peer(),
-                    "the conversation ends: {why}"
-                );
+            if let Err(why) = converse(guest, &shares, limits)
+                && let Some(others) = quota.take()
+            {
+                let peer = guest.connection().peer();
+                tracing::warn!(peer, others, "the conversation ends: {why}");
             }
         });
         if let Err(why) = served {
@@ -195,12 +196,8 @@ impl Router for Desk {
 
     fn stranger(&self, stranger: Stranger) {
         if let Some(others) = self.quota.take() {
-            tracing::warn!(
-                peer = stranger.peer,
-                others,
-                "turned away: {}",
-                stranger.why
-            );
+            let Stranger { peer, why, .. } = stranger;
+            tracing::warn!(peer, others, "turned away: {why}");
         }
     }
 
