@@ -22,6 +22,9 @@ pub struct Limits {
     /// that only has to tell its peer the end waits as long for its return: a destination with
     /// every page, and a source that has cancelled.
     pub connect: Duration,
+    /// The time for which an opening is tried again that ended without a reason, as when a crowd of
+    /// strangers takes its place: 5 s unless set.
+    pub retry: Duration,
     /// The limit of a destination for a preamble, from the connection on: 5 s unless set. A source
     /// that opens a session has twice this time for its first word.
     pub hello: Duration,
@@ -34,6 +37,7 @@ impl Default for Limits {
             dead_after: Duration::from_secs(2),
             give_up_after: None,
             connect: Duration::from_secs(10),
+            retry: Duration::from_secs(5),
             hello: HELLO_LIMIT,
         }
     }

@@ -45,12 +45,11 @@ pub fn check(
     let identity =
         Identity::random().map_err(|e| MigrationError::os("cannot make a session's secret", e))?;
     let protection = Protection::load(config.tls.as_ref(), config.plain)?;
-    let limit = config.limits.connect;
     let key = ChannelKey::control(1);
     let worked = Worked::default();
     let Opened {
         connection, agreed, ..
-    } = route.open(&worked, &protection, &identity, key, limit, stop)?;
+    } = route.open(&worked, &protection, &identity, key, &config.limits, stop)?;
     let (tls, tls_name) = (connection.is_tls(), connection.tls_name());
     let peer = connection.peer().to_owned();
     let mut control = ControlLink::new(Arc::new(connection), 1, Side::Destination, 0);
@@ -106,9 +105,9 @@ impl Others<'_> {
                     .name("pf-check".into())
                     .spawn_scoped(scope, move || {
                         let over = || over.load(Ordering::Relaxed);
-                        let limit = self.config.limits.connect;
+                        let limits = &self.config.limits;
                         let (ways, who) = (self.protection, self.identity);
-                        let opened = self.route.open(self.worked, ways, who, key, limit, &over);
+                        let opened = self.route.open(self.worked, ways, who, key, limits, &over);
                         // The other end lives as long as this scope.
                         let _ = sender.send(opened.map(drop).map_err(MigrationError::from));
                     });

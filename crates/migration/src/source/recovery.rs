@@ -13,13 +13,14 @@ use super::urgent::Urgent;
 use super::{Supervisor, Threads};
 use crate::error::MigrationError;
 use crate::ledger::{clear_all, runs};
+use crate::limits::Limits;
 use crate::protocol_error::ProtocolError;
 use crate::session::source::{Event, Stage};
 use crate::session::{ChannelId, Generation};
 use crate::wire::{ChannelKey, MissingRuns, Role, Status};
 use pageferry_transport::Bell;
 use pageferry_transport::address::Address;
-use pageferry_transport::channel::{Connection, Wait};
+use pageferry_transport::channel::{ChannelError, Connection, Wait};
 use pageferry_transport::handshake::{self, HandshakeError, Identity, Opened, Protection};
 use pageferry_userfault::PageBitmap;
 use std::collections::BTreeMap;
@@ -30,9 +31,6 @@ use std::time::{Duration, Instant};
 
 /// The pause before the second attempt. It doubles with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
-/// The time for which an opening is tried again. A crowd has many connections a second: the chance
-/// of each attempt is small, and of all together large.
-const OPENS_FOR: Duration = Duration::from_secs(5);
 /// The longest pause between two attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// A channel that was open for this long was of use: the next attempt begins at once.
@@ -322,24 +320,35 @@ impl Worked {
 }
 
 impl Route {
-    /// Opens a channel by this way. Tries again for [`OPENS_FOR`] if the connection ends without a
-    /// reason: a crowd of strangers may have taken its place.
+    /// Opens a channel by this way. Tries again for [`Limits::retry`] if the connection ends without
+    /// a reason.
     pub(super) fn open(
         &self,
         worked: &Worked,
         protection: &Protection,
         identity: &Identity,
         key: ChannelKey,
-        limit: Duration,
+        limits: &Limits,
         stop: &dyn Fn() -> bool,
     ) -> Result<Opened, HandshakeError> {
-        let began = Instant::now();
+        let (began, mut limit) = (Instant::now(), limits.connect);
+        let mut first = None;
         loop {
-            let opened = self.open_once(worked, protection, identity, key, limit, stop);
-            let passes = matches!((self, &opened), (Self::To(_), Err(error)) if error.may_pass());
-            if !passes || stop() || began.elapsed() >= OPENS_FOR.min(limit) {
-                return opened;
+            let error = match self.open_once(worked, protection, identity, key, limit, stop) {
+                Err(error) => error,
+                opened => return opened,
+            };
+            let left = limits.retry.saturating_sub(began.elapsed());
+            if !matches!(self, Self::To(_)) || !error.may_pass() || left.is_zero() || stop() {
+                // A retry has less time: what the first attempt found says more.
+                let timed_out = matches!(
+                    error,
+                    HandshakeError::Channel(ChannelError::TimedOut { .. })
+                );
+                return Err(first.filter(|_| timed_out).unwrap_or(error));
             }
+            first.get_or_insert(error);
+            limit = limits.connect.min(left);
             std::thread::sleep(POLL);
         }
     }
@@ -436,13 +445,12 @@ impl Dialler<'_, '_, '_> {
             while Instant::now() < begin && !stop() {
                 std::thread::sleep(POLL.min(begin.saturating_duration_since(Instant::now())));
             }
-            let limit = self.config.limits.connect;
             let opened = route.open(
                 &shared.worked,
                 self.protection,
                 self.identity,
                 key,
-                limit,
+                &self.config.limits,
                 &stop,
             );
             let outcome = opened.map(|opened| {

@@ -8,7 +8,9 @@ use pageferry_migration::wire::{
     ChannelKey, DestinationStage, Frame, HEADER_BYTES, HELLO_BYTES, Hello, MissingRuns, SessionId,
     SourceStage,
 };
-use pageferry_migration::{Destination, DestinationConfig, MigrationError, SourceConfig, Stranger};
+use pageferry_migration::{
+    Destination, DestinationConfig, Limits, MigrationError, Route, SourceConfig, Stranger, check,
+};
 use pageferry_testkit::certificates::{Authority, Validity};
 use pageferry_testkit::handshake::{PLAIN, bulk, open, socket_of};
 use pageferry_testkit::process::{descriptors, runs_in_child};
@@ -159,6 +161,37 @@ fn a_crowd_keeps_no_session_from_its_destination() {
         },
     );
     received.outcome.unwrap();
+}
+
+/// As a crowd does to it: the first connections lose their places before the peer says anything.
+#[test]
+fn an_opening_that_ends_without_a_reason_is_tried_again() {
+    let destination = listen(DestinationConfig::default());
+    let to = address_of(&destination).authority();
+    let between = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let here: Address = between.local_addr().unwrap().to_string().parse().unwrap();
+    // It ends with the process of the test.
+    std::thread::spawn(move || {
+        for near in between.incoming().skip(3).flatten() {
+            let far = TcpStream::connect(&to).unwrap();
+            for (mut from, mut into) in [(&near, &far), (&far, &near)]
+                .map(|(from, into)| (from.try_clone().unwrap(), into.try_clone().unwrap()))
+            {
+                std::thread::spawn(move || std::io::copy(&mut from, &mut into));
+            }
+        }
+    });
+    let config = |retry| SourceConfig {
+        limits: Limits {
+            retry,
+            ..Limits::default()
+        },
+        ..SourceConfig::default()
+    };
+    let once = config(Duration::ZERO);
+    let error = check(&Route::To(here.clone()), &once, &|| false).unwrap_err();
+    assert!(matches!(error, MigrationError::LinkLost(_)), "{error:?}");
+    check(&Route::To(here), &config(LONG), &|| false).unwrap();
 }
 
 #[test]

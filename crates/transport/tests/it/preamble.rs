@@ -71,7 +71,7 @@ fn each_field_of_a_hello_is_checked_and_answered() {
         (bad_field(error), answer)
     };
     let malformed = Some(Status::Malformed);
-    assert_eq!(field(12, &[4]), ("role", Some(Status::BadRole)));
+    assert_eq!(field(12, &[5]), ("role", Some(Status::BadRole)));
     assert_eq!(field(13, &[1]), ("reserved", malformed));
     let range = |at, bytes: &[u8]| match refused(at, bytes) {
         (WireError::OutOfRange { field, value, .. }, status) => (field, value, status),

@@ -50,6 +50,7 @@ pub(crate) fn limits(limit: Duration) -> Limits {
         dead_after: limit,
         give_up_after: None,
         connect: limit,
+        retry: Duration::ZERO,
         ..Limits::default()
     }
 }
