@@ -23,8 +23,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// Lets a write beyond the limit of a file's size (`ulimit -f`) fail, with EFBIG. By default it ends
-/// the process, and a VM with it.
+/// Lets a write beyond the limit of a file's size (`ulimit -f`) fail, with EFBIG. By default it
+/// ends the process, and a VM with it.
 ///
 /// # Errors
 /// When the host refuses the handler.

@@ -27,8 +27,8 @@ const HELD: &str = ".held";
 /// younger one may be about to be held.
 const LEFT_AFTER: Duration = Duration::from_secs(10);
 
-/// A new directory of mode 0700. Dropping it removes it with its contents. The next one that is made
-/// in the same place removes those that killed processes have left.
+/// A new directory of mode 0700. Dropping it removes it with its contents. The next one that is
+/// made in the same place removes those that killed processes have left.
 #[derive(Debug)]
 pub struct Folder {
     parent: OwnedFd,
@@ -176,8 +176,8 @@ impl Drop for Folder {
     }
 }
 
-/// Removes the directories in `parent` that killed processes have left: those of this user or of the
-/// user of `parent` that nobody holds, and that are older than `age`.
+/// Removes the directories in `parent` that killed processes have left: those of this user or of
+/// the user of `parent` that nobody holds, and that are older than `age`.
 pub(crate) fn sweep(parent: &OwnedFd, age: Duration) {
     let (Ok(entries), Ok(above)) = (Dir::read_from(parent), fstat(parent)) else {
         return;

@@ -80,8 +80,8 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at `path`. The socket is close-on-exec and does not block. It replaces a socket that nobody
-/// listens at.
+/// Listens at `path`. The socket is close-on-exec and does not block. It replaces a socket that
+/// nobody listens at.
 ///
 /// # Errors
 /// [`ListenError`]. Nothing has changed then.

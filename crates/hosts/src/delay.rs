@@ -2,7 +2,8 @@
 //! A link whose packets take time.
 //!
 //! **Guarantee.** Each packet takes the delay, and up to the jitter more. None overtakes another.
-//! Nothing is lost but the bursts of [`Link::losses`], and while [`WAITING`] packets are on the way.
+//! Nothing is lost but the bursts of [`Link::losses`], and while [`WAITING`] packets are on the
+//! way.
 //!
 //! **Mechanism.** Each host has a TAP device in place of an end of a veth pair, and a thread for
 //! each direction takes packets from one and gives them to the other. So this needs no `netem`,

@@ -20,9 +20,9 @@
 //! | post-copy | answers requests and pushes the rest | requests the pages that its vCPUs touch |
 //! | completion | knows that every page has a receipt | confirms it |
 //!
-//! **Neighbours.** Below: `machine` (the VM), `userfault` (page states) and `transport` (channels). Above: `harness`,
-//! `bench` and `cli`. This crate must not know which engine runs the guest, nor what the guest
-//! does.
+//! **Neighbours.** Below: `machine` (the VM), `userfault` (page states) and `transport` (channels).
+//! Above: `harness`, `bench` and `cli`. This crate must not know which engine runs the guest, nor
+//! what the guest does.
 
 mod clock;
 mod control;

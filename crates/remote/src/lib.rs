@@ -7,8 +7,8 @@
 //! Pageferry, over mutual TLS, and [`ObjectStores`] opens objects by their addresses. [`Cache`]
 //! stands before slow sources: it joins reads, and keeps blocks in memory and on disk.
 //!
-//! **Neighbours.** Below: `pager`, whose restores read from these stores, and `transport`. Above: the
-//! command line. The pager knows neither networks nor credentials, and this crate knows no VMs.
+//! **Neighbours.** Below: `pager`, whose restores read from these stores, and `transport`. Above:
+//! the command line. The pager knows neither networks nor credentials, and this crate knows no VMs.
 
 pub mod cache;
 #[cfg(feature = "object-store")]

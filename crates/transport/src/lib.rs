@@ -8,8 +8,8 @@
 //! **Mechanism.** An [`Address`](address::Address) names a peer. [`Connection`] moves bytes, with
 //! TLS or without; [`tls`] has the certificates. `handshake` opens channels: one side dials, and
 //! the other has an acceptor whose room is bounded. A [`Mailbox`] lets a thread wait for letters
-//! and for descriptors, and a [`Quota`] bounds what peers make this side say. A [`Room`] has a bounded number of
-//! clients, each with a thread.
+//! and for descriptors, and a [`Quota`] bounds what peers make this side say. A [`Room`] has a
+//! bounded number of clients, each with a thread.
 //!
 //! **Neighbours.** Below: `hostfs` makes the files of unix sockets. Above: `migration`, the tunnel
 //! of `bridge`, and `remote`. This crate must not know what a channel carries.

@@ -31,8 +31,8 @@ pub struct SourceConfig {
     /// goes by address, as it does without [`Self::preempt`]. That is for comparisons.
     pub prefetch: bool,
     /// The time that the background push may keep the link busy beyond the least round trip. An
-    /// urgent page waits about as long at most. After a time in which no vCPU asked, it may wait for
-    /// an eighth of that time, up to a round trip or 5 ms. From [`SourceConfig::MIN_QUEUE`] to
+    /// urgent page waits about as long at most. After a time in which no vCPU asked, it may wait
+    /// for an eighth of that time, up to a round trip or 5 ms. From [`SourceConfig::MIN_QUEUE`] to
     /// [`SourceConfig::MAX_QUEUE`]; other values count as the nearer of the two.
     pub queue: Duration,
     /// The number of bulk channels, 1 to [`SourceConfig::MAX_CHANNELS`].

@@ -181,8 +181,8 @@ impl Governor {
         }
     }
 
-    /// A push begins. The rate of what was sent before counts, and not its round trips: they contain
-    /// queues.
+    /// A push begins. The rate of what was sent before counts, and not its round trips: they
+    /// contain queues.
     pub fn begin(&mut self, now: u64) {
         self.asked(now);
         (self.probe, self.growth) = (Probe::Draining, Growth::Fast);
@@ -199,8 +199,8 @@ impl Governor {
         self.asked = self.asked.max(at);
     }
 
-    /// The bytes of pages that the next frame of a channel may have, or `None` if a receipt must come
-    /// first.
+    /// The bytes of pages that the next frame of a channel may have, or `None` if a receipt must
+    /// come first.
     ///
     /// # Panics
     /// If there is no such channel. All methods that take one do.

@@ -180,8 +180,9 @@ impl<'a> PageFrame<'a> {
         self.fill(ledger, cursor, FRAME_ZERO_PAGES)
     }
 
-    /// Fills the frame with those of `pages` that are unsent, as [`Self::borrow`] does. They ascend,
-    /// and are at most [`FRAME_PAGES`]. Returns the number of those that need no other frame.
+    /// Fills the frame with those of `pages` that are unsent, as [`Self::borrow`] does. They
+    /// ascend, and are at most [`FRAME_PAGES`]. Returns the number of those that need no other
+    /// frame.
     ///
     /// # Safety
     /// As for [`Self::borrow`].

@@ -320,8 +320,8 @@ impl Worked {
 }
 
 impl Route {
-    /// Opens a channel by this way. Tries again for [`Limits::retry`] if the connection ends without
-    /// a reason.
+    /// Opens a channel by this way. Tries again for [`Limits::retry`] if the connection ends
+    /// without a reason.
     pub(super) fn open(
         &self,
         worked: &Worked,

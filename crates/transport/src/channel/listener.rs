@@ -19,8 +19,8 @@ use crate::address::Address;
 /// must not fill this before they are accepted: a further source would try again after a second.
 const BACKLOG: i32 = 512;
 
-/// A listening socket. A unix socket has its owner's mode from the start. Dropping the listener removes
-/// the file if it is still this listener's.
+/// A listening socket. A unix socket has its owner's mode from the start. Dropping the listener
+/// removes the file if it is still this listener's.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,

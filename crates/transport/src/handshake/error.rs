@@ -84,7 +84,7 @@ pub struct Stranger {
 }
 
 impl Stranger {
-    /// One that was turned away for this reason.
+    /// A stranger that was turned away for this reason.
     #[must_use]
     pub const fn new(peer: String, why: StrangerError) -> Self {
         Self {

@@ -26,7 +26,7 @@ pub(super) struct PendingPeer {
     filled: usize,
 }
 
-/// What speaks for a pending peer, from the first to make room to the last.
+/// How far a pending peer has got, from the first to make room to the last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Standing {
     /// It was refused and told so.
@@ -127,7 +127,7 @@ impl PendingPeer {
         matches!(self.stage, Stage::PathCheck(_)) && self.filled == 0
     }
 
-    /// What speaks for the peer so far.
+    /// Returns how far the peer has got.
     pub(super) fn standing(&self) -> Standing {
         match &self.stage {
             Stage::End => Standing::Refused,
