@@ -116,7 +116,8 @@ pub struct Governor {
     round_trip: Option<u64>,
     /// The last round trips on empty channels.
     trips: VecDeque<u64>,
-    jitter: u64,
+    /// The median of these, without the time of their own bytes.
+    usual: u64,
     bound: u64,
     growth: Growth,
     /// The shortest queue in the current round trip, and the delivered bytes that end it.
@@ -168,7 +169,7 @@ impl Governor {
             half_began: 0,
             round_trip: None,
             trips: VecDeque::new(),
-            jitter: 0,
+            usual: 0,
             bound: FIRST_BOUND,
             growth: Growth::Fast,
             standing: u64::MAX,
@@ -186,7 +187,7 @@ impl Governor {
     pub fn begin(&mut self, now: u64) {
         self.asked(now);
         (self.probe, self.growth) = (Probe::Draining, Growth::Fast);
-        (self.round_trip, self.jitter) = (None, 0);
+        (self.round_trip, self.usual) = (None, 0);
         self.trips.clear();
         self.best = self.rate();
         self.bound = FIRST_BOUND;
@@ -292,9 +293,14 @@ impl Governor {
             .push_back(round_trip.saturating_sub(self.own_time(frame)));
         let mut trips: Vec<u64> = self.trips.iter().copied().collect();
         trips.sort_unstable();
-        let usual = trips[trips.len() / 2];
-        let least = self.round_trip.unwrap_or(usual);
-        self.jitter = (2 * usual.saturating_sub(least)).saturating_sub(self.queue);
+        self.usual = trips[trips.len() / 2];
+    }
+
+    /// The jitter that the allowed queue has no room for, by the least round trip as it is now: one
+    /// that was measured a moment ago may have been a long one.
+    fn jitter(&self) -> u64 {
+        let least = self.round_trip.unwrap_or(self.usual);
+        (2 * self.usual.saturating_sub(least)).saturating_sub(self.queue)
     }
 
     /// The time that the bytes of a frame take, beyond those of a page.
@@ -358,7 +364,7 @@ impl Governor {
             return;
         };
         let rate = self.rate();
-        let free = least.saturating_add(self.jitter);
+        let free = least.saturating_add(self.jitter());
         // A vCPU that waits all the time asks again after a round trip.
         let idle = now.saturating_sub(self.asked.saturating_add(free));
         let allowed = (idle / IDLE_SHARE).min(free.max(IDLE_QUEUE));
@@ -426,7 +432,7 @@ impl Governor {
 impl fmt::Display for Governor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (rate, bound) = (self.rate(), self.bound);
-        let [us, jitter] = [self.round_trip.unwrap_or(0), self.jitter].map(|ns| ns / 1000);
+        let [us, jitter] = [self.round_trip.unwrap_or(0), self.jitter()].map(|ns| ns / 1000);
         write!(
             f,
             "{rate} B/s, {us} to {} us a round trip, at most {bound} B under way",

@@ -281,8 +281,8 @@ proptest! {
         run.run(10 * SECOND);
         let seen = run.run(8 * SECOND);
         let share = seen.delivered as f64 / (8 * rate) as f64;
-        // The least of 4,000 random links had 0.524.
-        prop_assert!(share > 0.5, "{:?}: {share:.3} of the rate", run.link);
+        // The least of 600 random links had 0.696.
+        prop_assert!(share > 0.6, "{:?}: {share:.3} of the rate", run.link);
         run.check_bound(&seen, 8 * SECOND)?;
     }
 }
@@ -294,6 +294,16 @@ fn link(rate: u64, delay: u64, jitter: u64) -> Link {
         jitter,
         burst: 0,
     }
+}
+
+/// Here the least round trip is often measured too long, and shorter ones follow. The rate fell to
+/// 0.28 in some seconds, and stayed there.
+#[test]
+fn a_least_round_trip_that_was_measured_too_long_does_not_slow_the_push_for_ever() {
+    let mut run = Run::new(link(40_503_353, 136_523, 331_351), 1);
+    run.run(10 * SECOND);
+    let share = run.run(8 * SECOND).delivered as f64 / (8 * run.link.rate) as f64;
+    assert!(share > 0.9, "{share:.3} of the rate");
 }
 
 #[test]
@@ -313,7 +323,7 @@ fn urgent_pages_on_the_same_link_are_no_jitter() {
     let mut run = Run::new(link, 1);
     (run.asks, run.urgent) = (500_000, PAGE_BYTES as u64);
     run.run(3 * SECOND);
-    assert_eq!(run.governor.jitter, 0);
+    assert_eq!(run.governor.jitter(), 0);
     let seen = run.run(SECOND);
     run.check_bound(&seen, SECOND).unwrap();
 }
