@@ -1,4 +1,4 @@
-//! What a hostile peer costs each process that listens: at most 64 threads, 256 descriptors and
+//! A hostile peer costs each process that listens at most 64 threads, 256 descriptors and
 //! 64 MiB, the memory of VMs apart. An honest peer gets through beside it.
 
 use crate::support::{Destination, Dir, Process, Source, ask};

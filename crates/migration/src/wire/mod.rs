@@ -89,6 +89,8 @@ pub const MAX_NAME_BYTES: usize = 64;
 pub const MAX_DEVICE_STATE_BYTES: usize = 16 << 20;
 /// The longest payloads of all DeviceState frames of a session together, in bytes: 64 MiB.
 pub const MAX_DEVICE_STATES_BYTES: usize = 64 << 20;
+/// The most bulk channels of a session, and the most urgent channels.
+pub const MAX_CHANNELS: u16 = 16;
 /// The most vCPUs of a VM.
 pub const MAX_VCPUS: u32 = 4096;
 /// The largest memory of a VM, in bytes: 64 TiB.

@@ -57,5 +57,3 @@ pub const SECRET_BYTES: usize = 32;
 pub const PROOF_BYTES: usize = 32;
 /// The length of a page, in bytes. Only base pages are sent.
 pub const PAGE_BYTES: usize = pageferry_addr::PAGE_SIZE as usize;
-/// The most channels of one role in a session.
-pub const MAX_CHANNELS: u16 = 16;
