@@ -28,6 +28,12 @@ pub trait Vcpus: Send + Sync {
     /// Lets all vCPUs run, except those that stopped for good. Repeating it is harmless.
     fn resume(&self);
 
+    /// Whether the guest counts as running only when another VMM has said so: the caller of the
+    /// migration then tells the destination.
+    fn confirms_start(&self) -> bool {
+        false
+    }
+
     /// The number of vCPUs that still run, or that wait for a page. It is 0 after a pause.
     fn inside(&self) -> usize;
 
@@ -40,9 +46,11 @@ pub trait Vcpus: Send + Sync {
     /// Replaces the states of all vCPUs of a paused VM. The bytes come from another process. So all
     /// are decoded before any vCPU changes.
     ///
-    /// A migration calls this before the guest runs. So the call must not wait for guest memory: a
-    /// page that is missing comes only afterwards. A system call that touches memory for the guest,
-    /// such as `KVM_SET_MSRS` with the guest's clock, waits for the first run of the vCPU.
+    /// A migration calls this in the blackout, before the VM is handed over. So every error leaves
+    /// the VM at its source. The call may touch missing pages, which the source sends then: each
+    /// costs a round trip, and the thread that calls must not be the one that serves the faults. A
+    /// system call that touches memory for the guest, such as `KVM_SET_MSRS` with the guest's clock,
+    /// waits for the first run of the vCPU, unless another VMM makes it.
     ///
     /// # Errors
     /// When the number of states is not the number of vCPUs, or a state is refused. No vCPU should

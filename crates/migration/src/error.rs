@@ -30,6 +30,9 @@ pub enum MigrationError {
         /// The reason for the last loss of a channel, if one was lost.
         last_loss: Option<String>,
     },
+    /// The VMM that had the VM here has ended, and the VM with it.
+    #[error("{0}")]
+    VmGone(String),
     /// The peer's bytes are not Pageferry's wire format.
     #[error(transparent)]
     Wire(#[from] WireError),
@@ -154,6 +157,7 @@ impl MigrationError {
                 | Self::Os { .. }
                 | Self::OutOfMemory(_)
                 | Self::Internal(_)
+                | Self::VmGone(_)
         )
     }
 
@@ -183,6 +187,7 @@ impl MigrationError {
             Self::Machine(_) | Self::Device { .. } => ErrorCode::Machine,
             Self::Os { .. } | Self::OutOfMemory(_) => ErrorCode::Resources,
             Self::Timeout(_) => ErrorCode::Silence,
+            Self::VmGone(_) => ErrorCode::VmGone,
             _ => ErrorCode::Internal,
         }
     }

@@ -37,7 +37,7 @@ fn a_plain_destination_is_checked_and_stays_ready() {
         let ended = checked(&source, &destination.address, &[]);
         ended.assert_ok();
         let says = format!(
-            "{} can take the VM: protocol version 6, plain, without TLS; nothing was moved\n",
+            "{} can take the VM: protocol version 7, plain, without TLS; nothing was moved\n",
             destination.address
         );
         assert_eq!(ended.stdout, says);
@@ -64,7 +64,7 @@ fn a_destination_with_tls_is_checked_by_its_name() {
     let flags = here.flags("there");
     let ended = checked(&source, &destination.address, &flags);
     ended.assert_ok();
-    let says = "protocol version 6, TLS 1.3 with `there`; nothing was moved";
+    let says = "protocol version 7, TLS 1.3 with `there`; nothing was moved";
     assert!(ended.stdout.contains(says), "{ended:?}");
     assert_ready(source, destination, &flags);
 }

@@ -171,9 +171,12 @@ impl Supervisor<'_, '_, '_> {
             let _ = control.send(&error.to_frame());
         }
         tracing::error!(missing = self.guest.core.pages.missing(), %error, "the VM stays paused");
-        let vm = DestinationVm::PausedIncomplete {
-            missing: self.guest.core.pages.missing(),
-            asleep: self.guest.vm.vcpus.inside(),
+        let vm = match error {
+            MigrationError::VmGone(_) => DestinationVm::Gone,
+            _ => DestinationVm::PausedIncomplete {
+                missing: self.guest.core.pages.missing(),
+                asleep: self.guest.vm.vcpus.inside(),
+            },
         };
         DestinationFailure { vm, error }
     }

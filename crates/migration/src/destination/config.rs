@@ -111,12 +111,16 @@ pub enum DestinationVm {
         /// page table.
         asleep: usize,
     },
+    /// It was handed over, and has ended with the VMM that had it. The source may still have it,
+    /// paused.
+    Gone,
 }
 
 impl fmt::Display for DestinationVm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Discarded => f.write_str("the VM was discarded here and stays at the source"),
+            Self::Gone => f.write_str("the VM was handed over to this host, and does not run here"),
             Self::PausedIncomplete { missing, asleep: 0 } => write!(
                 f,
                 "the VM is paused here with {missing} pages missing; it cannot continue without them"

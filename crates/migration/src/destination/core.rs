@@ -57,7 +57,9 @@ pub(super) struct Core {
     pub(super) stalls: Arc<Stalls>,
     /// Makes huge pages of the ranges of memory that are all here.
     collapser: OnceLock<Collapser>,
-    /// Whether the source has handed the VM over: before that, it answers no requests.
+    /// Whether the source answers requests: it does so from SwitchOver on.
+    answered: AtomicBool,
+    /// Whether the source has handed the VM over.
     handed_over: AtomicBool,
     /// The reason why no page comes any more, once that is so.
     over: OnceLock<&'static str>,
@@ -88,6 +90,7 @@ impl Core {
             stalls: Arc::new(Stalls::new(vcpus)),
             urgent: (0..urgent_channels).map(|_| UrgentChannel::new()).collect(),
             letters,
+            answered: AtomicBool::new(false),
             handed_over: AtomicBool::new(false),
             over: OnceLock::new(),
             failure: Mutex::new(None),
@@ -147,25 +150,30 @@ impl Core {
     }
 
     /// Requests `page` from the source without waiting, on the urgent channel `prefer` or the next
-    /// that is open. If none is open, or before `Go`, the page stays requested: see
+    /// that is open. If none is open, or before SwitchOver, the page stays requested: see
     /// [`Self::repeat_requests`].
     pub(super) fn request(&self, page: RamPage, prefer: usize) {
-        // The caller has claimed the page. If this thread misses the hand-over, `begin_requests`
-        // finds the claim.
+        // The caller has claimed the page. If this thread misses the begin, `begin_requests` finds
+        // the claim.
         fence(Ordering::SeqCst);
-        if !self.handed_over.load(Ordering::SeqCst) {
+        if !self.answered.load(Ordering::SeqCst) {
             return;
         }
         let all = self.urgent.len();
         let _ = (0..all).any(|next| self.urgent[(prefer + next) % all].request(page));
     }
 
-    /// The source has handed the VM over. Sends the requests of VMM threads that did not wait for
-    /// that.
+    /// SwitchOver has come, so the source answers requests. Sends those of VMM threads that did not
+    /// wait for that.
     pub(super) fn begin_requests(&self) {
-        self.handed_over.store(true, Ordering::SeqCst);
+        self.answered.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         self.repeat_requests();
+    }
+
+    /// The source has handed the VM over.
+    pub(super) fn hand_over(&self) {
+        self.handed_over.store(true, Ordering::SeqCst);
     }
 
     /// Waits until the source has handed the VM over. Returns false if `stop` returned true first.
@@ -187,7 +195,7 @@ impl Core {
         let free = self.urgent.iter().filter(|channel| channel.is_free());
         let free: Vec<&UrgentChannel> = free.collect();
         self.repeat_due.store(free.is_empty(), Ordering::Relaxed);
-        if free.is_empty() || !self.handed_over.load(Ordering::SeqCst) {
+        if free.is_empty() || !self.answered.load(Ordering::SeqCst) {
             return;
         }
         let mut from = 0;

@@ -215,13 +215,15 @@ impl Desk {
         });
     }
 
-    /// Asks the supervisor of the session that has the destination to end it.
-    pub(super) fn give_up(&self) {
+    /// Gives the supervisor of the session that has the destination a letter, in the place of an
+    /// older one of its kind.
+    pub(super) fn tell(&self, letter: Letter) {
         // `end` takes the lock before it forgets the letters, so none is left for a later session.
         let state = self.lock();
         if state.active.is_some() {
-            let same = |letter: &Letter| matches!(letter, Letter::GiveUp);
-            self.letters.post_instead_of(Letter::GiveUp, same);
+            let kind = std::mem::discriminant(&letter);
+            let same = |other: &Letter| std::mem::discriminant(other) == kind;
+            self.letters.post_instead_of(letter, same);
         }
     }
 

@@ -163,7 +163,20 @@ impl Destination {
     /// runs here with missing pages is paused. A VM that waits for `Go` is discarded. Has no effect
     /// while no source has the destination.
     pub fn give_up(&self) {
-        self.desk.give_up();
+        self.desk.tell(Letter::GiveUp);
+    }
+
+    /// Another VMM has the VM, and runs it: see [`Vcpus::confirms_start`].
+    ///
+    /// [`Vcpus::confirms_start`]: pageferry_machine::Vcpus::confirms_start
+    pub fn started(&self) {
+        self.desk.tell(Letter::Started);
+    }
+
+    /// Another VMM has the VM, and cannot go on for this reason. Before the hand-over the VM stays
+    /// at its source. Behind it the session ends at both ends, and the source keeps its paused VM.
+    pub fn lost(&self, why: String) {
+        self.desk.tell(Letter::Gone(why));
     }
 
     /// Calls `act`, which pauses or resumes the VM, if the source has handed it over. Returns
@@ -483,6 +496,8 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 self.channel_lost(generation, id, error);
             }
             Letter::AllHere => {}
+            Letter::Started => self.started(),
+            Letter::Gone(why) => self.fail(MigrationError::VmGone(why)),
             Letter::Failed => {
                 if let Some(error) = self.guest.core.take_failure() {
                     self.fail(error);

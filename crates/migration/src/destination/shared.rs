@@ -17,4 +17,8 @@ pub(super) enum Letter {
     Failed,
     /// The operator ends the migration here.
     GiveUp,
+    /// The VMM that has the VM runs it.
+    Started,
+    /// The VMM that has the VM has ended.
+    Gone(String),
 }

@@ -131,14 +131,15 @@ impl Supervisor<'_, '_, '_> {
         // Before VMM threads get in: they read replies, and a page that arrives is counted down.
         self.guest.core.pages.begin_counting();
         self.guest.vm.machine.begin_postcopy()?;
+        self.guest.precopy_data = self.link.inbound.data_pages.load(Ordering::Relaxed);
         // Before the vCPUs' states: with minor faults, the first touch of a page that is here
-        // sleeps too. A missing page comes only after `Go`, so `Vcpus::restore` must not need one.
+        // sleeps too. And another VMM needs pages while it loads.
         self.serve_faults()?;
+        // From here on, frames bring missing pages: those that the load needs come first.
+        self.link.inbound.begin_postcopy();
+        self.guest.core.begin_requests();
         load(&self.guest)?;
         self.assist()?;
-        self.guest.precopy_data = self.link.inbound.data_pages.load(Ordering::Relaxed);
-        // From here on, frames bring missing pages. The source sends none before `Ready`.
-        self.link.inbound.begin_postcopy();
         Ok(())
     }
 
@@ -151,7 +152,6 @@ impl Supervisor<'_, '_, '_> {
             return Ok(());
         }
         self.guest.started = monotonic();
-        self.guest.core.begin_requests();
         self.run_here();
         Ok(())
     }
@@ -160,8 +160,8 @@ impl Supervisor<'_, '_, '_> {
     /// paused. All else is as for a guest that runs: its owner may resume it at any time.
     pub(super) fn start_guest(&mut self) {
         debug_assert_eq!(self.state.stage, Stage::Running);
-        self.guest.started = monotonic();
-        self.guest.core.begin_requests();
+        // Those of a generation that has ended before `Go`.
+        self.guest.core.repeat_requests();
         for apply in self.guest.loading.decoded.drain(..) {
             apply();
         }
@@ -169,13 +169,25 @@ impl Supervisor<'_, '_, '_> {
         if !self.guest.loading.is_paused() {
             self.guest.vm.vcpus.resume();
         }
+        if !self.guest.vm.vcpus.confirms_start() {
+            self.started();
+        }
         // Behind the resume: an owner's pause comes after it.
         self.run_here();
+    }
+
+    /// The guest runs, or its owner may let it run.
+    pub(super) fn started(&mut self) {
+        if self.guest.started.is_zero() {
+            self.guest.started = monotonic();
+        }
+        self.events.push_back(Event::Started);
     }
 
     /// The VM is here and nowhere else.
     fn run_here(&mut self) {
         self.host.set_open_to_owner(true);
+        self.guest.core.hand_over();
         self.wake_assist();
         self.link.patience.set(self.host.config.limits.dead_after);
         self.enter(Phase::Postcopy);

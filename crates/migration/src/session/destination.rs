@@ -71,6 +71,8 @@ pub enum Event {
     Built,
     /// SwitchOver has come, and all that it announced is loaded.
     Loaded,
+    /// The guest runs, or its owner may let it run.
+    Started,
     /// This side cannot go on: its machine failed, or a limit is over.
     Failed,
     /// The operator ends the migration here.
@@ -93,7 +95,7 @@ pub enum Action {
     EndChannel(ChannelId),
     /// Send all outstanding requests again.
     RepeatRequests,
-    /// Run the guest.
+    /// Run the guest. [`Event::Started`] follows.
     StartGuest,
     /// The source breaks the protocol: close its channels, and wait for it to open new ones.
     Refuse,
@@ -146,7 +148,7 @@ impl Destination {
         match (self.stage, message) {
             (Stage::Ready, Says::Go) if self.link == Link::Up => {
                 self.stage = Stage::Running;
-                actions.extend([Action::StartGuest, Action::Send(ToSource::Running)]);
+                actions.push(Action::StartGuest);
             }
             (Stage::Receiving | Stage::Ready, Says::Cancel) => {
                 self.discard(actions);
@@ -251,6 +253,10 @@ fn apply(here: &mut Destination, event: Event, actions: &mut Vec<Action>) {
         (Stage::Receiving, Event::Loaded) => {
             here.stage = Stage::Ready;
             actions.push(Action::Send(ToSource::Ready));
+        }
+        // `Resumed` says so too: a lost message does no harm.
+        (Stage::Running | Stage::Complete, Event::Started) if here.link == Link::Up => {
+            actions.push(Action::Send(ToSource::Running));
         }
         (Stage::Receiving, Event::Lost(generation) | Event::ChannelLost(generation, _))
             if now(generation) =>

@@ -6,7 +6,7 @@
 //!
 //! **Mechanism.** Each end is a state and a pure function ([`source::step`], [`destination::step`])
 //! without I/O, clocks or threads. A supervisor thread at each end feeds it [events](source::Event)
-//! and carries out its actions. Four rules make it safe:
+//! and carries out its actions. Five rules make it safe:
 //!
 //! 1. *Go.* The destination says `Ready` when it has all that it needs to run. The source answers
 //!    `Go`. From then on the source never resumes the guest unless the destination says
@@ -17,8 +17,11 @@
 //!    the older ones. Messages of older generations have no effect.
 //! 4. *Readers first.* The destination ends the readers of old channels before it says which pages
 //!    are missing. So no page arrives that it has called missing.
+//! 5. *Answers before Go.* The source answers requests from SwitchOver on. So the load may need
+//!    pages, and nothing is handed over before the load has succeeded. A source that takes the guest
+//!    back ends its channels first.
 //!
-//! A fifth rule is the ledger's: the source frees a page only after its receipt, and only once it
+//! A sixth rule is the ledger's: the source frees a page only after its receipt, and only once it
 //! has heard that the guest runs at the destination (`Running`, or `Resumed` with
 //! [`Running`](DestinationStage::Running) or [`Complete`](DestinationStage::Complete)). Until then
 //! the destination may still discard its copy.

@@ -130,13 +130,14 @@ pub enum Action {
     AdoptMissing,
     /// Begin pre-copy.
     StartPrecopy,
-    /// Stop the guest and its devices. Send the missing pages, all states and SwitchOver.
+    /// Stop the guest and its devices. Answer requests for pages from now on. Send the missing pages,
+    /// all states and SwitchOver.
     SwitchOver,
-    /// Answer requests for pages from now on.
-    StartAnswers,
-    /// Push the pages that nobody has requested, too.
+    /// Push the pages that nobody has requested, too. That waits until the guest runs there: before,
+    /// it would compete with all that the guest waits for.
     StartPush,
-    /// Resume the guest and its devices, if they stand still.
+    /// Resume the guest and its devices, if they stand still. No channel is open that could read
+    /// their memory.
     ResumeGuest,
     /// The session has ended.
     End(End),
@@ -241,10 +242,17 @@ impl Source {
             return self.end(End::Kept, actions);
         }
         // The destination may be ready. Then it waits for `Go`, until it hears this.
-        actions.push(Action::ResumeGuest);
         self.stage = Stage::Cancelling;
-        if !up {
+        if up {
+            for (id, state) in &mut self.channels {
+                *state = Channel::Closed;
+                actions.push(Action::CloseChannel(*id));
+            }
+        } else {
             self.redial(actions);
+        }
+        if self.stage == Stage::Cancelling {
+            actions.push(Action::ResumeGuest);
         }
     }
 
@@ -254,7 +262,7 @@ impl Source {
             (Stage::Setup, ToSource::SetupAck) => self.dial_channels(actions),
             (Stage::SwitchOver, ToSource::Ready) => {
                 self.stage = Stage::HandedOver;
-                go(actions);
+                actions.push(Action::Send(ToDestination::Go));
             }
             (Stage::HandedOver, ToSource::Running) => actions.push(Action::StartPush),
             (
@@ -277,7 +285,7 @@ impl Source {
                 self.link = Link::Up;
                 match there {
                     There::Complete => return self.complete(actions),
-                    There::Ready => go(actions),
+                    There::Ready => actions.push(Action::Send(ToDestination::Go)),
                     There::Running | There::Discarded => {}
                 }
                 actions.push(Action::AdoptMissing);
@@ -330,12 +338,6 @@ fn next_incarnation(id: &mut ChannelId) -> bool {
     let next = id.incarnation.checked_add(1);
     id.incarnation = next.unwrap_or(1);
     next.is_some()
-}
-
-/// Lets the guest run there. A request may come as soon as `Go` is sent. The push waits until the
-/// guest runs: before, it would compete with all that the guest waits for.
-fn go(actions: &mut Vec<Action>) {
-    actions.extend([Action::StartAnswers, Action::Send(ToDestination::Go)]);
 }
 
 /// Returns the next state, and what the supervisor does. An event that means nothing in this state

@@ -80,7 +80,7 @@ use crate::session::{ToDestination, ToSource};
 use crate::settings::Settings;
 use crate::sync::Ordering;
 use crate::vm::{RunningVm, fits};
-use crate::wire::{Frame, Setup};
+use crate::wire::{ErrorCode, Frame, Setup};
 use pageferry_machine::Frozen;
 use pageferry_transport::handshake::{Identity, Protection};
 use pageferry_userfault::PageBitmap;
@@ -428,6 +428,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
         // The destination names those that are missing. The others count as acknowledged then.
         self.shared.ledger.set_unsent(0..ram.pages() as usize);
         self.shared.set_confirms(false);
+        self.shared.set_mode(Mode::Answer);
         self.shared.patience.set(self.config.limits.dead_after);
         self.link.lost_since = Some(Instant::now());
         self.enter(Phase::Postcopy);
@@ -549,7 +550,6 @@ impl<'a> Supervisor<'_, '_, 'a> {
                     self.fail(error);
                 }
             }
-            Action::StartAnswers => self.shared.set_mode(Mode::Answer),
             Action::StartPush => self.start_push(),
             Action::ResumeGuest => self.resume_guest(),
             Action::End(end) => self.end = Some(end),
@@ -704,8 +704,16 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 self.note(MigrationError::discarded(&reason));
                 ToSource::Discarded
             }
-            Frame::ChannelEnded { channel, placed } if !before_go => {
+            Frame::ChannelEnded { channel, placed }
+                if !before_go || self.state.stage == Stage::Cancelling =>
+            {
                 ToSource::ChannelEnded { channel, placed }
+            }
+            Frame::Error(error) if error.code() == ErrorCode::VmGone && !before_go => {
+                self.note(MigrationError::gave_up(&error));
+                self.note_giving_up("the VM has ended at the destination");
+                self.events.push_back(Event::GiveUp);
+                return Ok(());
             }
             Frame::Error(error) => return Err(MigrationError::gave_up(&error)),
             Frame::Cancel => return Err(MigrationError::PeerCancelled),

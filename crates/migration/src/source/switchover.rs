@@ -13,7 +13,10 @@
 //! 4. The dirty log is harvested: it has all writes.
 //! 5. The states of vCPUs and devices are saved. Nothing changes them any more. Pages that are part
 //!    of a state travel with it, and with nothing else.
+//! 6. Requests are answered, and SwitchOver goes out. A destination that loads another VMM's VM needs
+//!    pages for that. A load that fails is a refusal: the VM runs on here.
 
+use super::shared::Mode;
 use super::{Supervisor, Tracking};
 use crate::clock::{monotonic, monotonic_at};
 use crate::devices;
@@ -112,6 +115,9 @@ impl Supervisor<'_, '_, '_> {
             stopped_at_ns: self.record.report.last_stop.as_nanos() as u64,
             paused: self.record.report.paused,
         }))?;
+        // The destination may need pages while it loads. Memory is final, and the frame that lets it
+        // ask is not sent yet.
+        self.shared.set_mode(Mode::Answer);
         self.record.report.sent_at = monotonic();
         control.flush()
     }

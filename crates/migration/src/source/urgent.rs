@@ -125,8 +125,8 @@ impl<'a> Urgent<'a> {
         let mut heads = Vec::with_capacity(pages.len());
         let mut bodies = Vec::with_capacity(pages.len());
         for Claimed { page, arrived, .. } in pages {
-            // SAFETY: (1) `take` claims pages only after the guest has stopped for good. It is not
-            // resumed while the threads of channels live. (2) The VMM's own writes are refused.
+            // SAFETY: (1) `take` claims pages only once the guest has stopped. The session ends the
+            // threads of channels before it resumes the guest. (2) The VMM's own writes are refused.
             let bytes = unsafe { stopped_page(self.shared.ram, *page) };
             let zero = is_zero(bytes);
             let took = Some(arrived.elapsed());

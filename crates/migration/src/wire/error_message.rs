@@ -24,11 +24,13 @@ pub enum ErrorCode {
     Busy = 7,
     /// The other side said nothing for too long.
     Silence = 8,
+    /// The VM was handed over, and has ended with the VMM that had it.
+    VmGone = 9,
 }
 
 impl ErrorCode {
     /// Every code, in the order of their numbers.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Protocol,
         Self::SetupRefused,
         Self::Resources,
@@ -36,6 +38,7 @@ impl ErrorCode {
         Self::Internal,
         Self::Busy,
         Self::Silence,
+        Self::VmGone,
     ];
 
     pub(super) fn from_number(number: u64) -> Result<Self, WireError> {

@@ -63,7 +63,7 @@ fn a_checked_destination_is_ready_and_reports_nothing() {
                 tls_name,
                 ..
             } = checked.unwrap();
-            assert_eq!((version, tls, tls_name), (6, false, None));
+            assert_eq!((version, tls, tls_name), (7, false, None));
         }
     };
     // Nobody has called `accept` yet.

@@ -33,9 +33,9 @@ pub use proof::{Credentials, Welcome};
 pub use status::Status;
 
 /// The newest protocol version this side speaks.
-pub const VERSION: u16 = 6;
+pub const VERSION: u16 = 7;
 /// The oldest protocol version this side speaks.
-pub const MIN_VERSION: u16 = 6;
+pub const MIN_VERSION: u16 = 7;
 /// The first eight bytes of every connection, in both directions.
 pub const HELLO_MAGIC: [u8; 8] = *b"PGFERRY\0";
 

@@ -25,6 +25,10 @@ pub(super) struct Rules {
     pub readers_first: bool,
     /// The destination runs the guest on `Go`, not as soon as it is ready.
     pub go: bool,
+    /// The source answers requests from SwitchOver on, not from `Go` on.
+    pub answers_before_go: bool,
+    /// The source ends the channels that read guest memory before it resumes the guest.
+    pub channels_first: bool,
     /// The source frees a page after its receipt, not when it is sent.
     pub receipts: bool,
     /// The source frees no page before it knows that the guest runs at the destination.
@@ -33,8 +37,6 @@ pub(super) struct Rules {
     pub kept_answer: bool,
     /// A source that cancels ends when the destination does not know the session.
     pub unknown_session: bool,
-    /// The source posts `AllAcknowledged` again after `AdoptMissing` and `Reclaim`.
-    pub acknowledged_again: bool,
 }
 
 impl Rules {
@@ -42,11 +44,12 @@ impl Rules {
         generations: true,
         readers_first: true,
         go: true,
+        answers_before_go: true,
+        channels_first: true,
         receipts: true,
         free_when_running: true,
         kept_answer: true,
         unknown_session: true,
-        acknowledged_again: true,
     };
 }
 

@@ -71,11 +71,14 @@ impl World {
                     }
                 }
             }
-            Action::StartGuest => self.destination_ran = true,
+            Action::StartGuest => (self.destination_ran, self.starting) = (true, true),
             // Without this rule, the search goes on until a message does harm.
             Action::Refuse if !config.rules.generations => {}
             Action::Refuse => self.breaks("the destination refuses what the source says"),
-            Action::End(_) => self.close_all(),
+            Action::End(_) => {
+                (self.loading, self.starting) = (false, false);
+                self.close_all();
+            }
         }
     }
 

@@ -20,13 +20,17 @@ pub(super) enum Move {
     Unknown(Key),
     /// The destination has built the machine.
     Build,
+    /// The destination has loaded what SwitchOver announced.
+    Load,
     /// Pre-copy ends.
     PrecopyDone,
+    /// The destination hears that its guest runs.
+    Start,
     /// The source sends the next page.
     Push(Key, usize),
     /// The source sees that every page is acknowledged.
     AllAcknowledged,
-    /// A vCPU at the destination touches a missing page.
+    /// A vCPU at the destination touches a missing page, or the load does.
     Touch(usize),
     /// The source cancels: an operator, or a failure before `Go`.
     Cancel,
@@ -131,6 +135,13 @@ fn at_ends(config: &Config, world: &World, moves: &mut Vec<(Move, Cause)>) {
     if world.destination.stage == There::Receiving && !world.built {
         may(Move::Build, Cause::Progress);
     }
+    let loading = world.loading && world.destination.stage == There::Receiving;
+    if loading && !world.pages.iter().any(|page| page.requested) {
+        may(Move::Load, Cause::Progress);
+    }
+    if world.starting {
+        may(Move::Start, Cause::Progress);
+    }
     if world.source.stage == Stage::Precopy {
         may(Move::PrecopyDone, Cause::Progress);
     }
@@ -155,7 +166,8 @@ fn at_ends(config: &Config, world: &World, moves: &mut Vec<(Move, Cause)>) {
         };
         may(Move::AllAcknowledged, cause);
     }
-    if world.destination.stage == There::Running && config.lanes.contains(&Lane::Urgent) {
+    let touches = loading || world.destination.stage == There::Running;
+    if touches && config.lanes.contains(&Lane::Urgent) {
         for (page, state) in world.pages.iter().enumerate() {
             if !state.placed && !state.requested {
                 may(Move::Touch(page), Cause::Guest);
@@ -213,6 +225,14 @@ impl World {
                 self.built = true;
                 self.at_destination(config, destination::Event::Built);
             }
+            Move::Load => {
+                self.loading = false;
+                self.at_destination(config, destination::Event::Loaded);
+            }
+            Move::Start => {
+                self.starting = false;
+                self.at_destination(config, destination::Event::Started);
+            }
             Move::PrecopyDone => self.at_source(config, source::Event::PrecopyDone, 0),
             Move::Push(key, page) => self.send_page(key, page),
             Move::AllAcknowledged => {
@@ -257,7 +277,7 @@ impl World {
                 let event = destination::Event::Received(generation, said);
                 self.at_destination(config, event);
             }
-            Message::SwitchOver => self.at_destination(config, destination::Event::Loaded),
+            Message::SwitchOver => self.loading = true,
             Message::Page(page) => self.place(key, page),
             Message::ToSource(..) | Message::Request(_) | Message::Receipt(_) => {
                 self.breaks("a message for the source came to the destination");

@@ -58,6 +58,36 @@ fn without_go_the_guest_runs_twice() {
 }
 
 #[test]
+fn without_answers_before_go_a_load_that_needs_a_page_never_ends() {
+    let rules = Rules {
+        answers_before_go: false,
+        ..Rules::ALL
+    };
+    let config = Config {
+        lanes: &[Lane::Urgent],
+        ..TINY
+    };
+    assert_needed(
+        config,
+        rules,
+        "without faults, it comes to a standstill before its end",
+    );
+}
+
+#[test]
+fn without_channels_first_memory_is_read_that_the_guest_writes() {
+    let rules = Rules {
+        channels_first: false,
+        ..Rules::ALL
+    };
+    assert_needed(
+        Config::SMALL,
+        rules,
+        "the guest runs at the source, where a channel may read its memory",
+    );
+}
+
+#[test]
 fn without_receipts_a_page_is_lost() {
     let rules = Rules {
         receipts: false,
@@ -96,19 +126,6 @@ fn without_a_kept_answer_no_guest_runs() {
 fn without_an_answer_for_unknown_sessions_a_cancel_never_ends() {
     let rules = Rules {
         unknown_session: false,
-        ..Rules::ALL
-    };
-    assert_needed(
-        TINY,
-        rules,
-        "without faults, it comes to a standstill before its end",
-    );
-}
-
-#[test]
-fn without_a_second_report_of_the_last_receipt_it_never_completes() {
-    let rules = Rules {
-        acknowledged_again: false,
         ..Rules::ALL
     };
     assert_needed(

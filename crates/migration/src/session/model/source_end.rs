@@ -1,6 +1,7 @@
 //! The source's supervisor: carries out the actions of the source's `step`.
 
-use super::super::source::{Action, Event, step};
+use super::super::ToDestination;
+use super::super::source::{Action, Event, Stage, step};
 use super::config::Config;
 use super::network::{Connection, Key, Message, PageSet, Side};
 use super::world::{Sent, World, channel_id, control, lane_of};
@@ -20,12 +21,15 @@ impl World {
         match action {
             Action::Dial(generation) => self.dial(control(generation)),
             Action::Send(message) => {
+                self.answers |= message == ToDestination::Go;
                 self.send_on_control(Message::ToDestination(message));
             }
             Action::DialChannel(id) => self.dial(Key {
                 generation,
                 channel: Some(lane_of(config, id)),
             }),
+            Action::CloseChannel(_)
+                if !config.rules.channels_first && self.source.stage == Stage::Cancelling => {}
             Action::CloseChannel(id) => {
                 let key = Key {
                     generation,
@@ -54,16 +58,19 @@ impl World {
                         self.unsend(page);
                     }
                 }
-                self.post_acknowledged(config.rules.acknowledged_again || !before);
+                self.post_acknowledged(!before);
             }
-            Action::AdoptMissing => self.adopt(config, missing),
+            Action::AdoptMissing => self.adopt(missing),
             Action::StartPrecopy | Action::End(_) => {}
             Action::SwitchOver => {
                 self.source_guest = false;
+                self.answers = config.rules.answers_before_go;
                 self.send_on_control(Message::SwitchOver);
             }
-            // A page may be requested or pushed.
-            Action::StartAnswers | Action::StartPush => self.pushing = true,
+            Action::StartPush => {
+                (self.answers, self.pushing) = (true, true);
+                self.post_acknowledged(true);
+            }
             Action::ResumeGuest => self.source_guest = true,
         }
     }
@@ -94,7 +101,7 @@ impl World {
 
     /// Takes a request: a page that is under way, or there, needs nothing.
     pub(super) fn requested(&mut self, key: Key, page: usize) {
-        if self.pushing && self.pages[page].sent == Sent::Unsent {
+        if self.answers && self.pages[page].sent == Sent::Unsent {
             self.send_page(key, page);
         }
     }
@@ -124,7 +131,7 @@ impl World {
         self.pages[page].sent = Sent::Unsent;
     }
 
-    fn adopt(&mut self, config: &Config, missing: PageSet) {
+    fn adopt(&mut self, missing: PageSet) {
         let before = self.all_acknowledged();
         for page in 0..self.pages.len() {
             let named = missing & (1 << page) != 0;
@@ -137,7 +144,7 @@ impl World {
                 (_, false) => self.pages[page].sent = Sent::Acknowledged,
             }
         }
-        self.post_acknowledged(config.rules.acknowledged_again || !before);
+        self.post_acknowledged(!before);
     }
 
     fn post_acknowledged(&mut self, wanted: bool) {

@@ -36,12 +36,18 @@ pub(super) struct World {
     pub destination: destination::Destination,
     pub source_guest: bool,
     pub destination_ran: bool,
-    /// The source sends pages.
+    /// The source answers requests.
+    pub answers: bool,
+    /// The source sends pages that nobody has requested.
     pub pushing: bool,
     /// `AllAcknowledged` is to be posted.
     pub acknowledged: bool,
     /// The destination has posted `Built`.
     pub built: bool,
+    /// SwitchOver has come, and what it announced is being loaded.
+    pub loading: bool,
+    /// The guest was let run, and nobody has said yet that it runs.
+    pub starting: bool,
     pub pages: Vec<Page>,
     pub connections: Vec<Connection>,
     /// The newest incarnation of each lane that the destination has accepted in its generation.
@@ -66,9 +72,12 @@ impl World {
             destination: destination::Destination::new(),
             source_guest: true,
             destination_ran: false,
+            answers: false,
             pushing: false,
             acknowledged: false,
             built: config.start == Start::Precopy,
+            loading: false,
+            starting: false,
             pages: vec![missing; config.pages],
             connections: vec![Connection::new(control(1), Side::Open, Side::Open)],
             accepted: vec![0; config.lanes.len()],
@@ -176,6 +185,10 @@ impl World {
         // Without this rule, the search goes on until that does harm.
         if config.rules.go && self.destination_ran && !handed_over {
             self.breaks("the guest runs at the destination without Go");
+        }
+        let reads = |each: &Connection| each.key.channel.is_some() && each.source == Side::Open;
+        if self.source_guest && self.answers && self.connections.iter().any(reads) {
+            self.breaks("the guest runs at the source, where a channel may read its memory");
         }
         if self.source_guest && self.pages.iter().any(|page| page.freed) {
             self.breaks("the guest runs at the source, which has freed a page");

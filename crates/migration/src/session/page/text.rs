@@ -15,7 +15,7 @@ Each end of a migration is a state and a pure function `step(state, event)`. It 
 state and the actions that follow. A supervisor thread at each end feeds it events and carries the
 actions out, in their order. This page lists all that the two functions do.
 
-Four rules decide who runs the VM when connections are lost:
+Five rules decide who runs the VM when connections are lost:
 
 1. *Go.* The destination says `Ready` when it has all that it needs to run the guest. The source
    answers `Go`. From then on the source never resumes the guest unless the destination says
@@ -26,6 +26,9 @@ Four rules decide who runs the VM when connections are lost:
    dials the next generation. Messages of older generations have no effect.
 4. *Readers first.* The destination ends the readers of old channels before it says which pages are
    missing. So no page arrives that it has called missing.
+5. *Answers before Go.* The source answers requests from SwitchOver on. So the load may need pages,
+   and nothing is handed over before the load has succeeded. A source that takes the guest back ends
+   its channels first: no thread reads memory that the guest writes.
 
 To *run* the guest means to let it run on. A guest that its owner has paused is taken over in the
 same way, and stays paused: SwitchOver says so.
