@@ -16,7 +16,15 @@
 
 pub mod ch;
 pub mod fc;
+pub mod foreign;
 pub mod tunnel;
+
+/// The VMMs whose VMs move.
+pub static FOREIGN: [&dyn foreign::ForeignVmm; 2] = [&CLOUD_HYPERVISOR, &FIRECRACKER];
+/// Cloud Hypervisor.
+pub static CLOUD_HYPERVISOR: ch::CloudHypervisor = ch::CloudHypervisor;
+/// Firecracker.
+pub static FIRECRACKER: fc::Firecracker = fc::Firecracker;
 
 /// Runs the example of the README.
 #[cfg(doctest)]

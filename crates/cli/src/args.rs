@@ -10,7 +10,7 @@ use crate::tunnel::TunnelArgs;
 use crate::vm::DeviceArgs;
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use pageferry_bridge::fc::Overrides;
+use pageferry_bridge::foreign::Overrides;
 use pageferry_guest::Doorbell;
 use pageferry_harness::size;
 use pageferry_hostfs::Owner;

@@ -2,6 +2,7 @@
 //!
 //! The codes are an interface: scripts and tests read them, and they do not change.
 
+use pageferry_bridge::foreign::{ReceiveError, SourceError, VmmError};
 use pageferry_machine::MachineError;
 use pageferry_migration::{
     ChannelError, DestinationFailure, DestinationVm, ErrorCode, HandshakeError, MigrationError,
@@ -182,7 +183,54 @@ pub(crate) fn of_machine(error: &MachineError) -> Exit {
         MachineError::NoDelivery(_) | MachineError::NoBacking(_) => Exit::Delivery,
         MachineError::Guest { .. } => Exit::Guest,
         MachineError::BadState(_) => Exit::Protocol,
+        MachineError::Refused(why) | MachineError::Engine(why) => {
+            why.downcast_ref().map_or(Exit::Internal, of_vmm)
+        }
         _ => Exit::Internal,
+    }
+}
+
+/// The class of an error between us and another VMM.
+pub(crate) fn of_vmm(error: &VmmError) -> Exit {
+    match error {
+        VmmError::Io { .. } | VmmError::Closed(_) | VmmError::Timeout { .. } => Exit::NoVm,
+        VmmError::Wire(_)
+        | VmmError::Order { .. }
+        | VmmError::Http { .. }
+        | VmmError::Handshake(_) => Exit::Protocol,
+        VmmError::Refused(_) | VmmError::Api { .. } | VmmError::Offer(_) => Exit::Refused,
+        VmmError::Stopped => Exit::Cancelled,
+        VmmError::Gone { .. } => Exit::LinkLost,
+        // The VM or its VMM, as it is now.
+        _ => Exit::Declined,
+    }
+}
+
+impl From<VmmError> for Failure {
+    fn from(error: VmmError) -> Self {
+        Self::new(of_vmm(&error), error.to_string())
+    }
+}
+
+impl From<SourceError> for Failure {
+    fn from(error: SourceError) -> Self {
+        match error {
+            SourceError::Migration(failure) => failure.into(),
+            SourceError::Vmm(why) => Self::new(of_vmm(&why), SourceError::Vmm(why).to_string()),
+            other => Self::new(Exit::LinkLost, other.to_string()),
+        }
+    }
+}
+
+impl From<ReceiveError> for Failure {
+    fn from(error: ReceiveError) -> Self {
+        match error {
+            ReceiveError::Migration(failure) => failure.into(),
+            ReceiveError::Refused(why) => {
+                Self::new(of_vmm(&why), ReceiveError::Refused(why).to_string())
+            }
+            other => Self::new(Exit::LinkLost, other.to_string()),
+        }
     }
 }
 
@@ -221,7 +269,7 @@ impl From<DestinationFailure> for Failure {
                 Exit::Delivery
             }
             DestinationVm::Discarded => of_migration(&failure.error),
-            DestinationVm::PausedIncomplete { .. } => Exit::LinkLost,
+            DestinationVm::PausedIncomplete { .. } | DestinationVm::Gone => Exit::LinkLost,
         };
         Self::new(exit, failure.to_string())
     }

@@ -84,7 +84,7 @@ fn main() -> ExitCode {
 fn start(cli: &Cli) -> Result<u8, Failure> {
     signals::outlive_large_files()?;
     if let Command::Keep = cli.command {
-        let kept = pageferry_bridge::ch::keep();
+        let kept = pageferry_bridge::foreign::keep();
         return kept
             .map(|()| 0)
             .map_err(|e| Failure::os("cannot keep descriptors", e));

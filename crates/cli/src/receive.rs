@@ -493,7 +493,9 @@ fn take_in(
                     stops.forget();
                     host.set_activity(Activity::Incomplete { missing });
                 }
-                DestinationVm::Discarded => host.set_activity(Activity::Waiting),
+                DestinationVm::Discarded | DestinationVm::Gone => {
+                    host.set_activity(Activity::Waiting);
+                }
             }
             Err(failure.into())
         }

@@ -16,11 +16,13 @@
 //! room calls `chown` or `chmod`, or binds a socket to a path.
 
 mod folder;
+mod note;
 mod socket;
 #[cfg(test)]
 mod tests;
 
 pub use folder::{Folder, OwnError, give, own_directory, remove_directory};
+pub use note::Note;
 pub use socket::{ListenError, SocketFile, listen_at};
 
 use rustix::fs::{FileType, Gid, Mode, OFlags, Stat, Uid};

@@ -29,6 +29,9 @@ pub enum MachineError {
     /// An error of the engine's own kind. See [`MachineError::engine`].
     #[error("{0}")]
     Engine(#[source] Box<dyn Error + Send + Sync>),
+    /// Another VMM was to take the VM, and refuses it. See [`MachineError::refused`].
+    #[error("{0}")]
+    Refused(#[source] Box<dyn Error + Send + Sync>),
     /// The engine cannot run the guest any further.
     #[error("vCPU {vcpu} stopped: {why}")]
     Guest {
@@ -116,6 +119,11 @@ impl MachineError {
     /// ```
     pub fn engine(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Engine(source.into())
+    }
+
+    /// Wraps the reason why another VMM does not take the VM. The peer of a migration hears a refusal.
+    pub fn refused(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        Self::Refused(source.into())
     }
 
     /// Wraps the kernel's answer to `what`.

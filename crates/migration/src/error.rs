@@ -183,7 +183,7 @@ impl MigrationError {
         match self {
             Self::Wire(_) | Self::Protocol(_) => ErrorCode::Protocol,
             Self::Channel(ChannelError::Tls(error)) if error.is_damage() => ErrorCode::Protocol,
-            Self::Mismatch(_) => ErrorCode::SetupRefused,
+            Self::Mismatch(_) | Self::Machine(MachineError::Refused(_)) => ErrorCode::SetupRefused,
             Self::Machine(_) | Self::Device { .. } => ErrorCode::Machine,
             Self::Os { .. } | Self::OutOfMemory(_) => ErrorCode::Resources,
             Self::Timeout(_) => ErrorCode::Silence,

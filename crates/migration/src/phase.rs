@@ -1,6 +1,7 @@
 //! The phases of a migration: the one list that progress, reports, logs and plots name.
 
 use std::fmt;
+use std::io;
 
 /// The phase that a migration is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -68,9 +69,17 @@ pub trait Observer: Send + Sync {
     /// The source is about to hand the VM over: right after this, it sends `Go`. `record` and
     /// `missing`, the number of missing pages, let another process [go on](crate::go_on) if this
     /// one dies. The record has the session's secret. The guest stands still meanwhile.
-    fn handing_over(&self, record: &[u8], missing: u64) {
+    ///
+    /// # Errors
+    /// When that cannot be noted. The VM is not handed over then, and runs on.
+    fn handing_over(&self, record: &[u8], missing: u64) -> io::Result<()> {
         let _ = (record, missing);
+        Ok(())
     }
+
+    /// The destination has said that it runs the VM, or has all of it: from now on it never gives the
+    /// VM back. This may be called again.
+    fn runs_there(&self) {}
 
     /// The source has to say something to people: one sentence.
     fn note(&self, text: &str) {

@@ -22,189 +22,80 @@
 //! A request leaves the slot before the pipe is filled, and it comes only when the pipe is full. So
 //! no two states look alike.
 //!
-//! **Neighbours.** `destination` serves the faults. `keeper` is the process that has the
-//! descriptors too.
+//! **Neighbours.** `foreign::kept` has what all VMMs keep. `receiver` serves the faults.
 
-use super::error::ChError;
-use super::keeper::{End, Lease};
 use super::link::Link;
 use super::wire::{HEADER_BYTES, Request, Status};
-use pageferry_addr::{PAGE_SIZE, RamPage};
-use pageferry_migration::Orphan;
-use pageferry_pager::{Ring, Shared};
-use rustix::fs::MemfdFlags;
+use crate::foreign::VmmError;
+use crate::foreign::kept::{Kept, OWN, OWN_BITS};
+use pageferry_addr::RamPage;
+use pageferry_pager::Ring;
 use rustix::pipe::{PipeFlags, SpliceFlags, pipe_with, splice};
-use std::fs::File;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Mutex;
-use std::sync::PoisonError;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::os::fd::OwnedFd;
+use std::sync::{Mutex, PoisonError};
 
-/// The numbers of the mapped file: how far the VM has come.
-pub(super) const STATE: usize = 0;
-/// Whether the VM comes paused.
-const PAUSED: usize = 1;
-/// The missing pages at the switch-over.
-const MISSING_AT_START: usize = 2;
 /// The progress of the main connection.
-const MAIN: usize = 3;
+const MAIN: usize = OWN;
 
-/// The bitmaps of the mapped file.
-const MISSING: usize = 0;
-const ASKED: usize = 1;
-
-const LOADED: u64 = 1;
-const HANDED_OVER: u64 = 2;
-
-/// A VM that is loaded here, or handed over from here, outlives our process.
-pub(super) const fn is_kept(state: u64) -> bool {
-    state != 0
-}
-
-/// The progress of the main connection, behind State.
+/// The progress of the main connection, behind the answer to State.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
 #[repr(u64)]
 pub(super) enum Main {
-    /// The answer to State is due.
-    State = 0,
-    /// It has come. It may still lie in the socket.
-    StateAnswered = 1,
+    /// The process has loaded State.
+    Loaded = 0,
     /// Complete was sent.
-    Complete = 2,
+    Complete = 1,
     /// It was answered.
-    Completed = 3,
+    Completed = 2,
 }
 
-/// The descriptors that are not of RAM: the connection for faults, the mapped file, the connection
-/// for commands, the record of the session, and the ends of the pipe.
-pub(super) const FIXED: usize = 6;
-
-/// The state that outlives the process.
-pub(super) struct Kept {
-    shared: Shared,
+/// The service of page faults, as far as it outlives the process.
+pub(super) struct Answers {
+    pub(super) kept: Kept,
     ring: Mutex<Ring>,
-    file: File,
-    record: File,
     /// The ends to read and to write.
-    pipe: (OwnedFd, OwnedFd),
-    lease: Option<Lease>,
+    pub(super) pipe: (OwnedFd, OwnedFd),
 }
 
-pub(super) fn memfd(name: &str) -> Result<File, ChError> {
-    let made = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC);
-    let made = made.map_err(|e| ChError::io("cannot make a file in memory", e))?;
-    Ok(made.into())
-}
-
-pub(super) fn map_failed(e: std::io::Error) -> ChError {
-    ChError::io("cannot map the state of the VM's pages", e)
-}
-
-impl Kept {
-    /// A new state for a VM of so many pages, with the record of its session.
-    pub(super) fn new(pages: u64, session: &[u8]) -> Result<Self, ChError> {
-        let (file, record) = (memfd("pageferry-pages")?, memfd("pageferry-session")?);
-        let (shared, ring) = Shared::create(&file, pages).map_err(map_failed)?;
-        std::io::Write::write_all(&mut &record, session)
-            .map_err(|e| ChError::io("cannot write the record of the session", e))?;
+impl Answers {
+    /// A new state of a VM of so many pages.
+    pub(super) fn new(pages: u64, record: &[u8]) -> Result<Self, VmmError> {
+        let (kept, ring) = Kept::new(pages, record)?;
         let pipe = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK);
-        let pipe = pipe.map_err(|e| ChError::io("cannot make a pipe", e))?;
-        Ok(Self {
-            shared,
+        let pipe = pipe.map_err(|e| VmmError::io("cannot make a pipe", e))?;
+        Ok(Self::of(kept, ring, pipe))
+    }
+
+    /// The state of a process that died, with its pipe.
+    pub(super) fn of(kept: Kept, ring: Ring, pipe: (OwnedFd, OwnedFd)) -> Self {
+        Self {
+            kept,
             ring: Mutex::new(ring),
-            file,
-            record,
             pipe,
-            lease: None,
-        })
-    }
-
-    /// Lets a keeper have the descriptors too.
-    pub(super) fn keep(&mut self, lease: Lease) {
-        self.lease = Some(lease);
-    }
-
-    /// Ends the keeper: nobody is to go on with the VM. A keeper that is only dropped is left
-    /// to the next process, as if this one had died.
-    pub(super) fn end(&self) {
-        if let Some(lease) = &self.lease {
-            lease.end();
         }
-    }
-
-    /// The descriptors for the keeper, in the order of [`Found`].
-    pub(super) fn descriptors<'a>(
-        &'a self,
-        [faults, main]: [BorrowedFd<'a>; 2],
-    ) -> [BorrowedFd<'a>; FIXED] {
-        let (out, into) = (self.pipe.0.as_fd(), self.pipe.1.as_fd());
-        let (file, record) = (self.file.as_fd(), self.record.as_fd());
-        [faults, file, main, record, out, into]
-    }
-
-    fn number(&self, index: usize) -> &AtomicU64 {
-        self.shared.number(index)
-    }
-
-    /// All pages are missing.
-    pub(super) fn all_missing(&self, pages: u64) {
-        self.shared.bits(MISSING).set(0..pages);
-    }
-
-    /// The missing pages.
-    pub(super) fn missing(&self) -> Vec<u64> {
-        let words = self.shared.bits(MISSING).words().iter();
-        words.map(|word| word.load(Ordering::Relaxed)).collect()
-    }
-
-    /// The pages that miss are final.
-    pub(super) fn set_missing(&self, words: &[u64]) {
-        let missing = self.shared.bits(MISSING);
-        for (to, word) in missing.words().iter().zip(words) {
-            to.store(*word, Ordering::Relaxed);
-        }
-        self.number(MISSING_AT_START)
-            .store(missing.count(), Ordering::Relaxed);
-    }
-
-    /// Pages have their bytes in place. No receipt was given for them yet.
-    pub(super) fn came(&self, first: RamPage, pages: u64) {
-        let pages = first.0..first.0 + pages;
-        self.shared.bits(MISSING).clear(pages);
     }
 
     /// The process is about to have these pages.
     pub(super) fn ask(&self, first: RamPage, pages: u64) {
-        self.shared.bits(ASKED).set(first.0..first.0 + pages);
+        let asked = self.kept.shared.bits(OWN_BITS);
+        asked.set(first.0..first.0 + pages);
     }
 
     /// The number of pages that the process has asked for.
     pub(super) fn asked(&self) -> u64 {
-        self.shared.bits(ASKED).count()
-    }
-
-    /// All that the VM needs to run is loaded: from now on it outlives this process.
-    pub(super) fn loaded(&self, paused: bool) {
-        self.number(PAUSED).store(paused.into(), Ordering::Relaxed);
-        self.number(STATE).store(LOADED, Ordering::Relaxed);
-    }
-
-    /// The VM is here and nowhere else.
-    pub(super) fn handed_over(&self) {
-        self.number(STATE).store(HANDED_OVER, Ordering::Relaxed);
+        self.kept.shared.bits(OWN_BITS).count()
     }
 
     pub(super) fn main(&self) -> Main {
-        match self.number(MAIN).load(Ordering::Relaxed) {
-            0 => Main::State,
-            1 => Main::StateAnswered,
-            2 => Main::Complete,
+        match self.kept.get(MAIN) {
+            0 => Main::Loaded,
+            1 => Main::Complete,
             _ => Main::Completed,
         }
     }
 
     pub(super) fn set_main(&self, main: Main) {
-        self.number(MAIN).store(main as u64, Ordering::Relaxed);
+        self.kept.set(MAIN, main as u64);
     }
 
     /// The next request of the process, which stays until [`Self::answer`]. `None` at the end of
@@ -212,29 +103,29 @@ impl Kept {
     pub(super) fn request(
         &self,
         faults: &Link,
-    ) -> Result<Option<(Request, [u8; HEADER_BYTES])>, ChError> {
+    ) -> Result<Option<(Request, [u8; HEADER_BYTES])>, VmmError> {
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let full = rustix::io::ioctl_fionread(&self.pipe.0);
-        let full = full.map_err(|e| ChError::io("cannot look into a pipe", e))? != 0;
-        let slot = self.shared.messages(&mut ring)[0];
+        let full = full.map_err(|e| VmmError::io("cannot look into a pipe", e))? != 0;
+        let slot = self.kept.shared.messages(&mut ring)[0];
         if !full {
             // The last request was answered.
-            self.shared.clear_message(&mut ring, 0);
+            self.kept.shared.clear_message(&mut ring, 0);
             let answer = rustix::io::write(&self.pipe.1, &Status::Ok.encode());
-            answer.map_err(|e| ChError::io("cannot fill a pipe", e))?;
+            answer.map_err(|e| VmmError::io("cannot fill a pipe", e))?;
         } else if slot != [0; 2 * HEADER_BYTES] {
             return split(&slot).map(Some);
         }
         let Some(length) = faults.await_request("ask for a page")? else {
             return Ok(None);
         };
-        let slot = &mut self.shared.messages(&mut ring)[0];
+        let slot = &mut self.kept.shared.messages(&mut ring)[0];
         faults.take(&mut slot[..length])?;
         split(slot).map(Some)
     }
 
     /// Answers the last request.
-    pub(super) fn answer(&self, faults: &Link) -> Result<(), ChError> {
+    pub(super) fn answer(&self, faults: &Link) -> Result<(), VmmError> {
         let moved = splice(
             &self.pipe.0,
             None,
@@ -246,95 +137,19 @@ impl Kept {
         match moved {
             Ok(HEADER_BYTES) => Ok(()),
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) | Ok(_) => {
-                Err(ChError::Closed("take an answer"))
+                Err(VmmError::Closed("take an answer"))
             }
-            Err(e) => Err(ChError::io("cannot answer Cloud Hypervisor", e)),
+            Err(e) => Err(VmmError::io("cannot answer Cloud Hypervisor", e)),
         }
     }
 }
 
-fn split(slot: &[u8; 2 * HEADER_BYTES]) -> Result<(Request, [u8; HEADER_BYTES]), ChError> {
+fn split(slot: &[u8; 2 * HEADER_BYTES]) -> Result<(Request, [u8; HEADER_BYTES]), VmmError> {
     let (header, range) = slot.split_at(HEADER_BYTES);
     let mut halves = [[0; HEADER_BYTES]; 2];
     halves[0].copy_from_slice(header);
     halves[1].copy_from_slice(range);
     Ok((Request::decode(&halves[0])?, halves[1]))
-}
-
-/// A VM whose process is gone, with what was kept of it.
-pub(super) struct Found {
-    pub(super) kept: Kept,
-    pub(super) record: Vec<u8>,
-    pub(super) faults: Link,
-    pub(super) main: Link,
-    pub(super) ram: Vec<OwnedFd>,
-}
-
-impl Found {
-    /// The VM of the process at an API socket, if it was left behind. `pages` reads the number of
-    /// its pages from the record.
-    pub(super) fn at(
-        api: &std::path::Path,
-        end: End,
-        pages: &dyn Fn(&[u8]) -> Result<u64, ChError>,
-    ) -> Result<Option<Self>, ChError> {
-        let Some((lease, fds, ram)) = Lease::of::<FIXED>(api, end)? else {
-            return Ok(None);
-        };
-        let [faults, file, main, record, out, into] = fds;
-        let (file, record) = (File::from(file), File::from(record));
-        let bytes = read_record(&record)?;
-        let (shared, ring) = Shared::open(&file, pages(&bytes)?).map_err(map_failed)?;
-        let kept = Kept {
-            shared,
-            ring: Mutex::new(ring),
-            file,
-            record,
-            pipe: (out, into),
-            lease: Some(lease),
-        };
-        Ok(Some(Self {
-            kept,
-            record: bytes,
-            faults: Link::new(faults.into())?,
-            main: Link::new(main.into())?,
-            ram,
-        }))
-    }
-
-    /// The VM of a migration.
-    pub(super) fn arriving(api: &std::path::Path) -> Result<Option<(Self, Orphan)>, ChError> {
-        let orphan = |record: &[u8]| Orphan::of(record).map_err(|e| ChError::Kept(e.to_string()));
-        let pages = |record: &[u8]| Ok(orphan(record)?.offer().memory_bytes / PAGE_SIZE);
-        let Some(found) = Self::at(api, End::Destination, &pages)? else {
-            return Ok(None);
-        };
-        let number = |index| found.kept.number(index).load(Ordering::Relaxed);
-        let mut orphan = orphan(&found.record)?;
-        orphan.missing = found.kept.missing();
-        orphan.missing_at_start = number(MISSING_AT_START);
-        orphan.paused = number(PAUSED) != 0;
-        orphan.handed_over = number(STATE) == HANDED_OVER;
-        Ok(Some((found, orphan)))
-    }
-}
-
-/// The longest record of a session.
-const MAX_RECORD: u64 = 1 << 20;
-
-pub(super) fn read_record(file: &File) -> Result<Vec<u8>, ChError> {
-    use std::os::unix::fs::FileExt as _;
-    let failed = |e| ChError::io("cannot read the record of the session", e);
-    let length = file.metadata().map_err(failed)?.len();
-    if length > MAX_RECORD {
-        return Err(ChError::Kept(format!(
-            "a record of {length} bytes, expected at most {MAX_RECORD}"
-        )));
-    }
-    let mut bytes = vec![0; length as usize];
-    // The place in the file is that of the process that wrote it.
-    file.read_exact_at(&mut bytes, 0).map_err(failed)?;
-    Ok(bytes)
 }
 
 #[cfg(test)]
@@ -347,7 +162,7 @@ mod tests {
     struct Scene {
         vmm: UnixStream,
         faults: Link,
-        kept: Kept,
+        kept: Answers,
     }
 
     impl Scene {
@@ -358,7 +173,7 @@ mod tests {
             Self {
                 vmm,
                 faults: Link::new(ours).unwrap(),
-                kept: Kept::new(100, b"session").unwrap(),
+                kept: Answers::new(100, b"session").unwrap(),
             }
         }
 
@@ -379,24 +194,10 @@ mod tests {
         /// The process dies, and the next one has what was kept.
         fn dies(self) -> Self {
             let Self { vmm, faults, kept } = self;
-            let clone = |file: &File| file.try_clone().unwrap();
-            let (file, record) = (clone(&kept.file), clone(&kept.record));
-            let pipe = (&kept.pipe.0, &kept.pipe.1);
-            let pipe = (pipe.0.try_clone().unwrap(), pipe.1.try_clone().unwrap());
-            drop(kept);
-            let (shared, ring) = Shared::open(&file, 100).unwrap();
-            Self {
-                vmm,
-                faults,
-                kept: Kept {
-                    shared,
-                    ring: Mutex::new(ring),
-                    file,
-                    record,
-                    pipe,
-                    lease: None,
-                },
-            }
+            let Answers { kept, pipe, .. } = kept;
+            let (kept, ring) = kept.again(100);
+            let kept = Answers::of(kept, ring, pipe);
+            Self { vmm, faults, kept }
         }
 
         fn assert_answered_once(&self) {
@@ -407,23 +208,6 @@ mod tests {
             let more = (&self.vmm).read(&mut answer);
             assert_eq!(more.unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
             self.vmm.set_nonblocking(false).unwrap();
-        }
-    }
-
-    /// A takeover that fails, as for want of memory, must not end the VM.
-    #[test]
-    fn a_vm_that_is_only_dropped_is_left_to_the_next_process() {
-        for ends in [false, true] {
-            let (ours, mut keeper) = UnixStream::pair().unwrap();
-            let mut kept = Kept::new(100, b"session").unwrap();
-            kept.keep(Lease::new(ours));
-            if ends {
-                kept.end();
-            }
-            drop(kept);
-            let mut said = Vec::new();
-            keeper.read_to_end(&mut said).unwrap();
-            assert_eq!(!said.is_empty(), ends);
         }
     }
 
@@ -447,7 +231,7 @@ mod tests {
         // It has answered, and emptied the slot.
         let clear = |scene: &Scene| {
             let mut ring = scene.kept.ring.lock().unwrap();
-            scene.kept.shared.clear_message(&mut ring, 0);
+            scene.kept.kept.shared.clear_message(&mut ring, 0);
         };
         clear(&scene);
         let scene = scene.dies();
@@ -474,27 +258,18 @@ mod tests {
         (&scene.vmm).write_all(&[9, 0, 0]).unwrap();
         drop(scene.vmm);
         let cut = scene.kept.request(&scene.faults);
-        assert!(matches!(cut, Err(ChError::Closed(_))));
+        assert!(matches!(cut, Err(VmmError::Closed(_))));
     }
 
     #[test]
-    fn what_was_kept_is_found_again() {
+    fn what_was_asked_for_is_found_again() {
         let scene = Scene::new();
-        scene.kept.set_missing(&[u64::MAX, 1 << 35]);
-        scene.kept.came(RamPage(3), 62);
         scene.kept.ask(RamPage(60), 10);
-        scene.kept.loaded(true);
         scene.kept.set_main(Main::Complete);
         let scene = scene.dies();
-        assert_eq!(scene.kept.missing(), [7, 1 << 35]);
         assert_eq!(
             (scene.kept.asked(), scene.kept.main()),
             (10, Main::Complete)
         );
-        assert_eq!(
-            scene.kept.number(MISSING_AT_START).load(Ordering::Relaxed),
-            65
-        );
-        assert_eq!(read_record(&scene.kept.record).unwrap(), b"session");
     }
 }

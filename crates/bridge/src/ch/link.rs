@@ -4,15 +4,13 @@
 //! as the next page fault. Nothing beyond a message is read, and memory grows with the bytes that
 //! have come.
 
-use super::error::ChError;
 use super::wire::{Command, HEADER_BYTES, Request, Status};
+use crate::foreign::VmmError;
+use crate::foreign::descriptors::{receive, send};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
-};
-use std::io::{IoSlice, IoSliceMut, Write as _};
+use rustix::net::RecvFlags;
+use std::io::Write as _;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -39,47 +37,14 @@ impl Limit {
     }
 
     /// The time that is left.
-    pub(super) fn left(self, what: &'static str) -> Result<Duration, ChError> {
+    pub(super) fn left(self, what: &'static str) -> Result<Duration, VmmError> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
             let limit = self.limit;
-            return Err(ChError::Timeout { what, limit });
+            return Err(VmmError::Timeout { what, limit });
         }
         Ok(left)
     }
-}
-
-/// Receives some bytes, and adds the descriptors that came with them, as far as `space` has room.
-pub(super) fn receive(
-    from: &UnixStream,
-    into: &mut [u8],
-    space: &mut [MaybeUninit<u8>],
-    fds: &mut Vec<OwnedFd>,
-) -> Result<usize, Errno> {
-    let mut control = RecvAncillaryBuffer::new(space);
-    let parts = &mut [IoSliceMut::new(into)];
-    let got = rustix::net::recvmsg(from, parts, &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    for message in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(some) = message {
-            fds.extend(some);
-        }
-    }
-    Ok(got.bytes)
-}
-
-/// Sends bytes with descriptors, for which `space` has room. Returns the number of bytes.
-pub(super) fn send(
-    to: &UnixStream,
-    bytes: &[u8],
-    space: &mut [MaybeUninit<u8>],
-    fds: &[BorrowedFd<'_>],
-) -> Result<usize, Errno> {
-    let mut control = SendAncillaryBuffer::new(space);
-    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(Errno::TOOMANYREFS);
-    }
-    let parts = [IoSlice::new(bytes)];
-    rustix::net::sendmsg(to, &parts, &mut control, SendFlags::NOSIGNAL)
 }
 
 pub(super) struct Link(UnixStream);
@@ -91,18 +56,18 @@ impl AsFd for Link {
 }
 
 impl Link {
-    pub(super) fn new(stream: UnixStream) -> Result<Self, ChError> {
+    pub(super) fn new(stream: UnixStream) -> Result<Self, VmmError> {
         stream
             .set_nonblocking(false)
-            .map_err(|e| ChError::io("cannot set up a connection", e))?;
+            .map_err(|e| VmmError::io("cannot set up a connection", e))?;
         Ok(Self(stream))
     }
 
-    pub(super) fn try_clone(&self) -> Result<Self, ChError> {
+    pub(super) fn try_clone(&self) -> Result<Self, VmmError> {
         let stream = self.0.try_clone();
         stream
             .map(Self)
-            .map_err(|e| ChError::io("cannot clone a connection", e))
+            .map_err(|e| VmmError::io("cannot clone a connection", e))
     }
 
     /// Ends the connection, and every wait on it.
@@ -116,7 +81,7 @@ impl Link {
         into: &mut [u8],
         fds: &mut Vec<OwnedFd>,
         (what, limit): (&'static str, Option<Limit>),
-    ) -> Result<usize, ChError> {
+    ) -> Result<usize, VmmError> {
         loop {
             let left = limit.map(|limit| limit.left(what)).transpose()?;
             let _ = self.0.set_read_timeout(left);
@@ -126,7 +91,7 @@ impl Link {
                 Ok(got) => return Ok(got),
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(Errno::CONNRESET) => return Ok(0),
-                Err(e) => return Err(ChError::io("cannot read from Cloud Hypervisor", e)),
+                Err(e) => return Err(VmmError::io("cannot read from Cloud Hypervisor", e)),
             }
         }
     }
@@ -136,11 +101,11 @@ impl Link {
         into: &mut [u8],
         fds: &mut Vec<OwnedFd>,
         wait: (&'static str, Option<Limit>),
-    ) -> Result<(), ChError> {
+    ) -> Result<(), VmmError> {
         let mut got = 0;
         while got < into.len() {
             match self.read(&mut into[got..], fds, wait)? {
-                0 => return Err(ChError::Closed(wait.0)),
+                0 => return Err(VmmError::Closed(wait.0)),
                 more => got += more,
             }
         }
@@ -149,7 +114,7 @@ impl Link {
 
     /// Waits for a request of two headers' length at most. It stays in the socket. Returns its
     /// length, or `None` if the connection ended before it.
-    pub(super) fn await_request(&self, what: &'static str) -> Result<Option<usize>, ChError> {
+    pub(super) fn await_request(&self, what: &'static str) -> Result<Option<usize>, VmmError> {
         let mut bytes = [0; 2 * HEADER_BYTES];
         let mut due = HEADER_BYTES;
         loop {
@@ -159,7 +124,7 @@ impl Link {
                 let request = Request::decode(header)?;
                 let whole = HEADER_BYTES + usize::try_from(request.length).unwrap_or(usize::MAX);
                 if whole > bytes.len() {
-                    return Err(ChError::Order {
+                    return Err(VmmError::Order {
                         found: format!("{:?}", request.command),
                         expected: "PageFault",
                     });
@@ -172,7 +137,7 @@ impl Link {
                 return if got == 0 {
                     Ok(None)
                 } else {
-                    Err(ChError::Closed(what))
+                    Err(VmmError::Closed(what))
                 };
             } else {
                 // The rest is about to come: one write may be seen in parts.
@@ -182,35 +147,36 @@ impl Link {
     }
 
     /// Takes bytes that [`Self::await_request`] has seen, by one system call.
-    pub(super) fn take(&self, into: &mut [u8]) -> Result<(), ChError> {
+    pub(super) fn take(&self, into: &mut [u8]) -> Result<(), VmmError> {
         let length = into.len();
         match rustix::net::recv(&self.0, into, RecvFlags::DONTWAIT) {
             Ok((_, got)) if got == length => Ok(()),
-            Ok(_) => Err(ChError::Closed("name the page")),
-            Err(e) => Err(ChError::io("cannot read from Cloud Hypervisor", e)),
+            Ok(_) => Err(VmmError::Closed("name the page")),
+            Err(e) => Err(VmmError::io("cannot read from Cloud Hypervisor", e)),
         }
     }
 
     /// Waits for some bytes, and leaves them in the socket. Returns 0 at the end.
-    fn peek(&self, into: &mut [u8]) -> Result<usize, ChError> {
+    fn peek(&self, into: &mut [u8]) -> Result<usize, VmmError> {
         let _ = self.0.set_read_timeout(None);
         loop {
             match rustix::net::recv(&self.0, &mut *into, RecvFlags::PEEK) {
                 Ok((_, got)) => return Ok(got),
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(Errno::CONNRESET) => return Ok(0),
-                Err(e) => return Err(ChError::io("cannot read from Cloud Hypervisor", e)),
+                Err(e) => return Err(VmmError::io("cannot read from Cloud Hypervisor", e)),
             }
         }
     }
 
-    fn has_ended(&self) -> Result<bool, ChError> {
+    /// Whether the other side has closed it.
+    pub(super) fn has_ended(&self) -> Result<bool, VmmError> {
         let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
         let now = rustix::time::Timespec::default();
         match poll(&mut fds, Some(&now)) {
             Ok(_) => Ok(!fds[0].revents().is_empty()),
             Err(Errno::INTR) => Ok(false),
-            Err(e) => Err(ChError::io("cannot read from Cloud Hypervisor", e)),
+            Err(e) => Err(VmmError::io("cannot read from Cloud Hypervisor", e)),
         }
     }
 
@@ -219,7 +185,7 @@ impl Link {
         &self,
         what: &'static str,
         limit: Limit,
-    ) -> Result<Option<Request>, ChError> {
+    ) -> Result<Option<Request>, VmmError> {
         let (mut bytes, mut fds) = ([0; HEADER_BYTES], Vec::new());
         let wait = (what, Some(limit));
         let got = self.read(&mut bytes, &mut fds, wait)?;
@@ -230,9 +196,9 @@ impl Link {
         Ok(Some(Request::decode(&bytes)?))
     }
 
-    pub(super) fn request(&self, what: &'static str, limit: Limit) -> Result<Request, ChError> {
+    pub(super) fn request(&self, what: &'static str, limit: Limit) -> Result<Request, VmmError> {
         let request = self.try_request(what, limit)?;
-        request.ok_or(ChError::Closed(what))
+        request.ok_or(VmmError::Closed(what))
     }
 
     /// The payload of a request, whose length is bounded by its command.
@@ -241,7 +207,7 @@ impl Link {
         request: Request,
         what: &'static str,
         limit: Limit,
-    ) -> Result<Vec<u8>, ChError> {
+    ) -> Result<Vec<u8>, VmmError> {
         let (mut bytes, mut fds) = (Vec::new(), Vec::new());
         while (bytes.len() as u64) < request.length {
             let start = bytes.len();
@@ -253,31 +219,31 @@ impl Link {
     }
 
     /// The payload of MemoryFd: a slot and its memfd.
-    pub(super) fn memory_fd(&self, limit: Limit) -> Result<(u32, OwnedFd), ChError> {
+    pub(super) fn memory_fd(&self, limit: Limit) -> Result<(u32, OwnedFd), VmmError> {
         let (mut slot, mut fds) = ([0; 4], Vec::new());
         self.read_exact(&mut slot, &mut fds, ("send a memfd", Some(limit)))?;
         let slot = u32::from_le_bytes(slot);
         let found = fds.len();
         match (fds.pop(), found) {
             (Some(fd), 1) => Ok((slot, fd)),
-            _ => Err(ChError::Memfd {
+            _ => Err(VmmError::Memfd {
                 slot,
                 why: format!("{found} descriptors came with it, expected 1"),
             }),
         }
     }
 
-    pub(super) fn send(&self, bytes: &[u8], what: &'static str) -> Result<(), ChError> {
+    pub(super) fn send(&self, bytes: &[u8], what: &'static str) -> Result<(), VmmError> {
         let sent = (&self.0).write_all(bytes);
         sent.map_err(|e| match e.kind() {
             std::io::ErrorKind::BrokenPipe | std::io::ErrorKind::ConnectionReset => {
-                ChError::Closed(what)
+                VmmError::Closed(what)
             }
-            _ => ChError::io(format!("cannot make Cloud Hypervisor {what}"), e),
+            _ => VmmError::io(format!("cannot make Cloud Hypervisor {what}"), e),
         })
     }
 
-    pub(super) fn answer(&self, status: Status) -> Result<(), ChError> {
+    pub(super) fn answer(&self, status: Status) -> Result<(), VmmError> {
         self.send(&status.encode(), "take an answer")
     }
 
@@ -288,7 +254,7 @@ impl Link {
         payload: &[u8],
         what: &'static str,
         limit: Duration,
-    ) -> Result<(), ChError> {
+    ) -> Result<(), VmmError> {
         let _ = self.0.set_write_timeout(Some(limit));
         let mut bytes = Request::encode(command, payload.len() as u64).to_vec();
         bytes.extend_from_slice(payload);
@@ -296,15 +262,15 @@ impl Link {
     }
 
     /// Sends a slot and its memfd, without waiting for the response.
-    pub(super) fn begin_memory_fd(&self, slot: u32, fd: BorrowedFd<'_>) -> Result<(), ChError> {
+    pub(super) fn begin_memory_fd(&self, slot: u32, fd: BorrowedFd<'_>) -> Result<(), VmmError> {
         const WHAT: &str = "take a memfd";
         // The receiver takes the descriptor with the slot.
         self.send(&Request::encode(Command::MemoryFd, 4), WHAT)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         match send(&self.0, &slot.to_le_bytes(), &mut space, &[fd]) {
             Ok(4) => Ok(()),
-            Ok(_) => Err(ChError::Closed(WHAT)),
-            Err(e) => Err(ChError::io("cannot send a memfd to Cloud Hypervisor", e)),
+            Ok(_) => Err(VmmError::Closed(WHAT)),
+            Err(e) => Err(VmmError::io("cannot send a memfd to Cloud Hypervisor", e)),
         }
     }
 
@@ -313,29 +279,21 @@ impl Link {
         &self,
         what: &'static str,
         limit: impl Into<Option<Limit>>,
-    ) -> Result<(), ChError> {
+    ) -> Result<(), VmmError> {
         let mut bytes = [0; HEADER_BYTES];
         self.read_exact(&mut bytes, &mut Vec::new(), (what, limit.into()))?;
         Status::decode(&bytes)?.check(what)
     }
 
     /// As [`Self::expect_ok`] without a limit, but leaves the response in the socket.
-    pub(super) fn await_ok(&self, what: &'static str) -> Result<(), ChError> {
+    pub(super) fn await_ok(&self, what: &'static str) -> Result<(), VmmError> {
         let mut bytes = [0; HEADER_BYTES];
         while self.peek(&mut bytes)? < HEADER_BYTES {
             if self.has_ended()? {
-                return Err(ChError::Closed(what));
+                return Err(VmmError::Closed(what));
             }
             std::thread::sleep(Duration::from_micros(50));
         }
         Status::decode(&bytes)?.check(what)
-    }
-
-    /// Takes what has come off the socket, without waiting.
-    pub(super) fn drain(&self) {
-        while matches!(
-            rustix::net::recv(&self.0, &mut [0; 64], RecvFlags::DONTWAIT),
-            Ok((_, 1..))
-        ) {}
     }
 }

@@ -11,8 +11,8 @@
 //!
 //! **Neighbours.** `snapshot` has the places of pages. `pager` has the sources.
 
-use super::kept::Kept;
 use super::snapshot::Snapshot;
+use crate::foreign::kept::Kept;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::GuestRam;
 use pageferry_pager::{Source, SourceError};
@@ -240,17 +240,18 @@ impl<'a> Pages<'a> {
     fn fill(&self, index: usize, buffer: &mut Vec<u8>) -> Result<(), SourceError> {
         let start = index as u64 * self.block;
         let end = (start + self.block).min(self.snapshot.memory_bytes());
-        if self.source.is_zero(start, end - start) {
-            return Ok(());
-        }
-        buffer.resize((end - start) as usize, 0);
-        self.figures.reads.fetch_add(1, Ordering::Relaxed);
-        if let Err(why) = self.source.read(start, buffer) {
-            self.figures.failed_reads.fetch_add(1, Ordering::Relaxed);
-            return Err(why);
-        }
         let bytes = end - start;
-        self.figures.read_bytes.fetch_add(bytes, Ordering::Relaxed);
+        // The memfd has zeros there. The pages are noted like others: the guest may write them.
+        let zero = self.source.is_zero(start, bytes);
+        if !zero {
+            buffer.resize(bytes as usize, 0);
+            self.figures.reads.fetch_add(1, Ordering::Relaxed);
+            if let Err(why) = self.source.read(start, buffer) {
+                self.figures.failed_reads.fetch_add(1, Ordering::Relaxed);
+                return Err(why);
+            }
+            self.figures.read_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
         for part in &self.snapshot.parts {
             let from = start.max(part.offset);
             let to = end.min(part.offset + part.pages * PAGE_SIZE);
@@ -259,11 +260,13 @@ impl<'a> Pages<'a> {
                 if self.placed.test(page) {
                     continue;
                 }
-                let at = (offset - start) as usize;
-                let written = self
-                    .ram
-                    .try_write(page, &buffer[at..at + PAGE_SIZE as usize]);
-                written.expect("no migration holds this memory, and the page is RAM");
+                if !zero {
+                    let at = (offset - start) as usize;
+                    let written = self
+                        .ram
+                        .try_write(page, &buffer[at..at + PAGE_SIZE as usize]);
+                    written.expect("no migration holds this memory, and the page is RAM");
+                }
                 self.place(page);
             }
         }
@@ -330,6 +333,8 @@ mod tests {
         reads: Mutex<Vec<u64>>,
         begun: Sender<u64>,
         go: Mutex<Receiver<()>>,
+        /// Whether all is zero. Otherwise one page is.
+        zero: bool,
     }
 
     impl Source for Sevens {
@@ -340,7 +345,7 @@ mod tests {
             BLOCK
         }
         fn is_zero(&self, offset: u64, len: u64) -> bool {
-            offset == 0 && len == PAGE_SIZE
+            self.zero || offset == 0 && len == PAGE_SIZE
         }
         fn read_now(&self, _: u64, _: &mut [u8]) -> Result<bool, SourceError> {
             Ok(false)
@@ -375,7 +380,7 @@ mod tests {
     }
 
     fn kept() -> Kept {
-        let kept = Kept::new(PAGES, b"").unwrap();
+        let (kept, _) = Kept::new(PAGES, b"").unwrap();
         kept.all_missing(PAGES);
         kept
     }
@@ -392,6 +397,7 @@ mod tests {
             reads: Mutex::default(),
             begun,
             go: Mutex::new(go),
+            zero: false,
         };
         (source, let_go, started)
     }
@@ -440,5 +446,17 @@ mod tests {
         assert_eq!(bytes, [9, 0]);
         ram.try_read(RamPage(zero.0 + 1), &mut bytes).unwrap();
         assert_eq!(bytes, [7, 7]);
+    }
+
+    /// Of a process that is killed, the next one knows each page that was told to be here.
+    #[test]
+    fn a_block_of_zeros_is_noted_like_others() {
+        let (mut source, _let_go, _begun) = source();
+        source.zero = true;
+        let (snapshot, ram, kept) = (snapshot(), ram(), kept());
+        let pages = Pages::new(&snapshot, &source, &ram, &kept, &|_| ());
+        pages.read_ahead();
+        assert!(source.reads.lock().unwrap().is_empty());
+        assert!(kept.missing().iter().all(|word| *word == 0));
     }
 }

@@ -12,25 +12,24 @@
 //! migration, `restore` those of a snapshot.
 #![expect(unsafe_code, reason = "shares memory with another VMM")]
 
-use super::api::{Api, Call, Meeting, until};
-use super::error::ChError;
-use super::keeper::{End, Lease};
-use super::kept::{FIXED, Found, Kept, Main};
+use super::kept::{Answers, Main};
 use super::link::{Limit, Link};
 use super::wire::{self, Command as VmmCommand, FAULT_CONNECTION, Mapping, Range};
+use crate::foreign::api::{Api, Call, Meeting};
+use crate::foreign::keeper::End;
+use crate::foreign::kept::Kept;
+use crate::foreign::{LOAD_LIMIT, STEP_LIMIT, VmmError};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{AdoptedRegion, GuestRam};
+use pageferry_pager::Ring;
 use rustix::fs::{MemfdFlags, SealFlags};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tracing::info;
-
-/// The limit of a step that the process carries out alone.
-pub(super) const STEP_LIMIT: Duration = Duration::from_secs(30);
 
 /// A process that has its memory and Config.
 pub(super) struct Receiver {
@@ -40,18 +39,22 @@ pub(super) struct Receiver {
     /// The connection for State and Complete.
     pub(super) main: Link,
     faults: Link,
-    pub(super) kept: Kept,
+    pub(super) answers: Answers,
     _meeting: Option<Meeting>,
     /// The wait for the answer to `vm.receive-migration`.
-    _call: Option<Call>,
+    call: Option<Mutex<Call>>,
 }
+
+/// The descriptors in front of those of RAM: the connections for faults and commands, and the ends of
+/// a pipe.
+const OF_VMM: usize = 4;
 
 /// The state that is to outlive our process.
 pub(super) struct Keep<'a> {
     /// The record of what brings the pages: a session, or a snapshot.
     pub(super) record: &'a [u8],
     pub(super) end: End,
-    /// The command of a process that keeps the descriptors: see [`keep`](super::keep).
+    /// The command of a process that keeps the descriptors: see [`keep`](crate::foreign::keep).
     pub(super) keeper: Option<&'a mut Command>,
 }
 
@@ -65,8 +68,8 @@ pub(super) enum Ended {
 }
 
 /// The memfd of a mapping.
-fn memfd(mapping: &Mapping) -> Result<OwnedFd, ChError> {
-    let failed = |e| ChError::io("cannot make a memfd for guest memory", e);
+fn memfd(mapping: &Mapping) -> Result<OwnedFd, VmmError> {
+    let failed = |e| VmmError::io("cannot make a memfd for guest memory", e);
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = rustix::fs::memfd_create("pageferry-ch", flags).map_err(failed)?;
     let size = mapping.file_offset + mapping.size;
@@ -76,10 +79,10 @@ fn memfd(mapping: &Mapping) -> Result<OwnedFd, ChError> {
 }
 
 /// Our own mapping of the memfds.
-fn adopt(mappings: &[Mapping], fds: &[OwnedFd]) -> Result<Arc<GuestRam>, ChError> {
+fn adopt(mappings: &[Mapping], fds: &[OwnedFd]) -> Result<Arc<GuestRam>, VmmError> {
     let regions = mappings.iter().zip(fds).map(|(mapping, fd)| {
         let fd = fd.try_clone();
-        let fd = fd.map_err(|e| ChError::io("cannot clone a memfd", e))?;
+        let fd = fd.map_err(|e| VmmError::io("cannot clone a memfd", e))?;
         let start = Gpa(mapping.gpa);
         Ok(AdoptedRegion::new(
             start,
@@ -88,7 +91,7 @@ fn adopt(mappings: &[Mapping], fds: &[OwnedFd]) -> Result<Arc<GuestRam>, ChError
             mapping.file_offset,
         ))
     });
-    let regions = regions.collect::<Result<_, ChError>>()?;
+    let regions = regions.collect::<Result<_, VmmError>>()?;
     // SAFETY: the memfds are ours, new or of a process that is gone. The VMM that has them touches
     // them by the vCPUs and devices of its VM only, and these wait at missing pages by userfaultfd.
     Ok(Arc::new(unsafe { GuestRam::adopt(regions) }?))
@@ -102,32 +105,28 @@ impl Receiver {
         config: &[u8],
         keep: Keep<'_>,
         stop: &dyn Fn() -> bool,
-    ) -> Result<Self, ChError> {
-        let api = Api::new(api);
+    ) -> Result<Self, VmmError> {
+        let api = Api::new(api)?;
         let meeting = Meeting::beside(api.path())?;
         let fds: Vec<_> = mappings.iter().map(memfd).collect::<Result<_, _>>()?;
         let ram = adopt(mappings, &fds)?;
-        let mut kept = Kept::new(ram.pages(), keep.record)?;
+        let mut answers = Answers::new(ram.pages(), keep.record)?;
         let body = serde_json::json!({
             "receiver_url": meeting.url(),
             "memory_mode": "Postcopy",
         });
-        let call = api.begin("vm.receive-migration", Some(&body.to_string()))?;
-        let stream = until(
-            "listen",
-            STEP_LIMIT,
-            &call,
-            stop,
-            || match UnixStream::connect(&meeting.socket) {
+        let mut call = api.begin("PUT /api/v1/vm.receive-migration", Some(&body))?;
+        let stream = call.until("listen", STEP_LIMIT, stop, || {
+            match UnixStream::connect(&meeting.socket) {
                 Ok(stream) => Ok(Some(stream)),
                 Err(e) => match e.kind() {
                     std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused => {
                         Ok(None)
                     }
-                    _ => Err(ChError::io("cannot connect to Cloud Hypervisor", e)),
+                    _ => Err(VmmError::io("cannot connect to Cloud Hypervisor", e)),
                 },
-            },
-        )?;
+            }
+        })?;
         let main = Link::new(stream)?;
         let limit = Limit::new(STEP_LIMIT);
         main.begin(VmmCommand::Start, &[], "start", STEP_LIMIT)?;
@@ -139,70 +138,77 @@ impl Receiver {
         main.begin(VmmCommand::Config, config, "take Config", STEP_LIMIT)?;
         main.expect_ok("take the VM's Config", limit)?;
         let faults = UnixStream::connect(&meeting.socket)
-            .map_err(|e| ChError::io("cannot open the connection for page faults", e))?;
+            .map_err(|e| VmmError::io("cannot open the connection for page faults", e))?;
         let faults = Link::new(faults)?;
         faults.send(&FAULT_CONNECTION.to_le_bytes(), "take page faults")?;
         info!("the receiving Cloud Hypervisor takes the VM's Config");
-        if let Some(command) = keep.keeper {
-            let links = [faults.as_fd(), main.as_fd()];
-            let mut all: Vec<BorrowedFd<'_>> = kept.descriptors(links).into();
-            debug_assert_eq!(all.len(), FIXED);
-            all.extend(fds.iter().map(AsFd::as_fd));
-            let lease = Lease::start(command, keep.end, api.path(), meeting.folder.path(), &all)?;
-            kept.keep(lease);
-        }
+        let Answers { kept, pipe, .. } = &mut answers;
+        let of_vmm = [faults.as_fd(), main.as_fd(), pipe.0.as_fd(), pipe.1.as_fd()];
+        let of_vmm = of_vmm.into_iter().chain(fds.iter().map(AsFd::as_fd));
+        let places = (api.path(), meeting.folder.path());
+        kept.keep(keep.keeper, keep.end, places, of_vmm)?;
         Ok(Self {
             ram,
             api,
             main,
             faults,
-            kept,
+            answers,
             _meeting: Some(meeting),
-            _call: Some(call),
+            call: Some(Mutex::new(call)),
         })
     }
 
     /// The process of a VM that another process of ours has left behind.
-    pub(super) fn found(api: &Path, found: Found, mappings: &[Mapping]) -> Result<Self, ChError> {
-        if mappings.len() != found.ram.len() {
-            let (memfds, regions) = (found.ram.len(), mappings.len());
-            return Err(ChError::Kept(format!(
-                "{memfds} memfds, expected {regions}"
-            )));
-        }
+    pub(super) fn found(
+        api: &Path,
+        (kept, ring): (Kept, Ring),
+        fds: Vec<OwnedFd>,
+        mappings: &[Mapping],
+    ) -> Result<Self, VmmError> {
+        let (found, expected) = (fds.len(), OF_VMM + mappings.len());
+        let mut fds = fds.into_iter();
+        let mut next = || fds.next().filter(|_| found == expected);
+        let (Some(faults), Some(main), Some(out), Some(into)) = (next(), next(), next(), next())
+        else {
+            let why = format!("{found} descriptors, expected {expected}");
+            return Err(VmmError::Kept(why));
+        };
+        let memfds: Vec<OwnedFd> = fds.collect();
         Ok(Self {
-            ram: adopt(mappings, &found.ram)?,
-            api: Api::new(api),
-            main: found.main,
-            faults: found.faults,
-            kept: found.kept,
+            ram: adopt(mappings, &memfds)?,
+            api: Api::new(api)?,
+            main: Link::new(main.into())?,
+            faults: Link::new(faults.into())?,
+            answers: Answers::of(kept, ring, (out, into)),
             _meeting: None,
-            _call: None,
+            call: None,
         })
     }
 
-    /// Waits for the answer to State, lets the VM go, and waits for the answer to that. Both may
-    /// wait for pages. Begins where a process before this one has ended. `loaded` hears of the
-    /// first answer. `go` returns whether the VM stays paused, or `None` if it does not go.
-    ///
-    /// Returns whether it has gone.
-    pub(super) fn load_and_complete(
-        &self,
-        loaded: &dyn Fn(),
-        go: &dyn Fn() -> Option<bool>,
-    ) -> Result<bool, ChError> {
-        let (main, kept) = (&self.main, &self.kept);
-        if kept.main() == Main::State {
-            main.await_ok("load State")?;
-            kept.set_main(Main::StateAnswered);
-        }
-        loaded();
-        if kept.main() == Main::StateAnswered {
-            // The answer to State, which this process or one before it has seen.
-            main.drain();
-            let Some(paused) = go() else {
-                return Ok(false);
-            };
+    /// Lets the process load State, which may need pages: vCPUs first, then devices, then locks.
+    /// Without `in_blackout` it may take any time.
+    pub(super) fn load(&self, state: &[u8], in_blackout: bool) -> Result<(), VmmError> {
+        const WHAT: &str = "load State";
+        let limit = in_blackout.then(|| Limit::new(LOAD_LIMIT));
+        self.main
+            .begin(VmmCommand::State, state, WHAT, STEP_LIMIT)?;
+        let loaded = self.main.expect_ok(WHAT, limit);
+        loaded.map_err(|error| self.reason().unwrap_or(error))
+    }
+
+    /// The process's own words for its refusal, which the answer of its API has.
+    fn reason(&self) -> Option<VmmError> {
+        let call = self.call.as_ref()?;
+        let mut call = call.lock().unwrap_or_else(PoisonError::into_inner);
+        let answered = call.wait(Duration::from_secs(1)).err();
+        answered.filter(|error| matches!(error, VmmError::Api { .. }))
+    }
+
+    /// Lets the VM go, and waits for the answer, which may need pages. Begins where a process
+    /// before this one has ended.
+    pub(super) fn complete(&self, paused: bool) -> Result<(), VmmError> {
+        let (main, kept) = (&self.main, &self.answers);
+        if kept.main() == Main::Loaded {
             let command = match paused {
                 true => VmmCommand::CompletePaused,
                 false => VmmCommand::Complete,
@@ -215,7 +221,7 @@ impl Receiver {
             main.await_ok("complete")?;
             kept.set_main(Main::Completed);
         }
-        Ok(true)
+        Ok(())
     }
 
     /// Answers page faults until the process has no more. `bring` puts pages in place, and returns
@@ -223,16 +229,16 @@ impl Receiver {
     pub(super) fn answer_faults(
         &self,
         bring: &dyn Fn(RamPage, u64) -> bool,
-    ) -> Result<Ended, ChError> {
-        while let Some((request, range)) = self.kept.request(&self.faults)? {
+    ) -> Result<Ended, VmmError> {
+        while let Some((request, range)) = self.answers.request(&self.faults)? {
             match request.command {
                 VmmCommand::PageFault => {}
                 VmmCommand::Abandon => {
-                    self.kept.answer(&self.faults)?;
-                    return Err(ChError::Abandoned);
+                    self.answers.answer(&self.faults)?;
+                    return Err(VmmError::Abandoned);
                 }
                 other => {
-                    return Err(ChError::Order {
+                    return Err(VmmError::Order {
                         found: format!("{other:?}"),
                         expected: "PageFault",
                     });
@@ -247,14 +253,14 @@ impl Receiver {
             let pages = range.length / PAGE_SIZE;
             self.ram.allocate_range(first, pages)?;
             // Before the answer: a process that died behind it has counted them.
-            self.kept.ask(first, pages);
-            self.kept.answer(&self.faults)?;
+            self.answers.ask(first, pages);
+            self.answers.answer(&self.faults)?;
         }
         Ok(Ended::Closed)
     }
 
     /// The first page of a range, which lies in one region of RAM.
-    fn page_of(&self, range: Range) -> Result<RamPage, ChError> {
+    fn page_of(&self, range: Range) -> Result<RamPage, VmmError> {
         let regions = self.ram.layout().regions().iter();
         let page = regions.into_iter().find_map(|region| {
             let offset = range.gpa.checked_sub(region.gfn.gpa().0)?;
@@ -268,7 +274,7 @@ impl Receiver {
     /// Ends both connections, and every wait on them. The process then ends its VM, unless it has
     /// all pages.
     pub(super) fn shutdown(&self) {
-        self.kept.end();
+        self.answers.kept.end();
         self.main.shutdown();
         self.faults.shutdown();
     }

@@ -11,13 +11,12 @@
 //! **Neighbours.** `snapshot` has read the files, `pages` brings memory, `receiver` speaks with the
 //! process.
 
-use super::error::ChError;
-use super::keeper::End;
-use super::kept::Found;
 use super::pages::Pages;
-use super::receiver::{Ended, Keep, Receiver, STEP_LIMIT};
+use super::receiver::{Ended, Keep, Receiver};
 use super::snapshot::Snapshot;
-use super::wire::Command;
+use crate::foreign::VmmError;
+use crate::foreign::keeper::End;
+use crate::foreign::kept::Kept;
 use pageferry_addr::PAGE_SIZE;
 use pageferry_pager::{Source, SourceError};
 use std::path::PathBuf;
@@ -42,7 +41,7 @@ pub struct RestoreOptions {
     pub api: PathBuf,
     /// The VM runs once it is restored. Otherwise it stays paused, as it was saved.
     pub resume: bool,
-    /// The command of a program that calls [`keep`](super::keep) at once. With it, a VM that was
+    /// The command of a program that calls [`keep`](crate::foreign::keep) at once. With it, a VM that was
     /// loaded outlives this process: the next restore of the same snapshot goes on. Its standard
     /// input and output are set.
     pub keeper: Option<std::process::Command>,
@@ -94,15 +93,15 @@ pub struct RestoreReport {
 enum Done {
     Loaded,
     Ready,
-    Failed(ChError),
-    Faults(Result<Ended, ChError>),
+    Failed(VmmError),
+    Faults(Result<Ended, VmmError>),
 }
 
 /// Restores a snapshot into a Cloud Hypervisor process that has no VM, until it has all pages.
 /// `source` is the memory that [`Snapshot::open`] has opened.
 ///
 /// # Errors
-/// [`ChError`]. The VM has not started, or has ended with its process. [`ChError::Stopped`] when
+/// [`VmmError`]. The VM has not started, or has ended with its process. [`VmmError::Stopped`] when
 /// `stop` returned true: the process then ends its VM.
 pub fn restore(
     options: &mut RestoreOptions,
@@ -110,14 +109,20 @@ pub fn restore(
     source: &dyn Source,
     stop: &dyn Fn() -> bool,
     tell: &(dyn Fn(Restoring<'_>) + Sync),
-) -> Result<RestoreReport, ChError> {
+) -> Result<RestoreReport, VmmError> {
     let (process, goes_on) = receiver(options, snapshot, source, stop)?;
     if goes_on {
         tell(Restoring::GoesOn);
     }
     let began = Instant::now();
     let of_source = |why: Option<&SourceError>| tell(why.map_or(Restoring::Found, Restoring::Lost));
-    let pages = Pages::new(snapshot, source, &process.ram, &process.kept, &of_source);
+    let pages = Pages::new(
+        snapshot,
+        source,
+        &process.ram,
+        &process.answers.kept,
+        &of_source,
+    );
     let requests = AtomicU64::new(0);
     let resume = options.resume;
     let bring = |first, count| {
@@ -177,15 +182,15 @@ fn receiver(
     snapshot: &Snapshot,
     source: &dyn Source,
     stop: &dyn Fn() -> bool,
-) -> Result<(Receiver, bool), ChError> {
+) -> Result<(Receiver, bool), VmmError> {
     let record = snapshot.record(&source.identity());
     let pages = |found: &[u8]| match found == record {
         true => Ok(snapshot.memory_bytes() / PAGE_SIZE),
-        false => Err(ChError::Kept("it is of another snapshot".into())),
+        false => Err(VmmError::Kept("it is of another snapshot".into())),
     };
     let (api, mappings) = (&options.api, &snapshot.mappings);
-    if let Some(found) = Found::at(api, End::Restore, &pages)? {
-        return Ok((Receiver::found(api, found, mappings)?, true));
+    if let Some((kept, ring, _, fds)) = Kept::found(api, End::Restore, &pages)? {
+        return Ok((Receiver::found(api, (kept, ring), fds, mappings)?, true));
     }
     let keep = Keep {
         record: &record,
@@ -193,7 +198,7 @@ fn receiver(
         keeper: options.keeper.as_mut(),
     };
     let process = Receiver::prepare(api, mappings, &snapshot.config, keep, stop)?;
-    process.kept.all_missing(process.ram.pages());
+    process.answers.kept.all_missing(process.ram.pages());
     Ok((process, false))
 }
 
@@ -203,16 +208,13 @@ fn load(
     state: Option<&[u8]>,
     resume: bool,
     done: &Sender<Done>,
-) -> Result<(), ChError> {
+) -> Result<(), VmmError> {
     if let Some(state) = state {
-        let main = &process.main;
-        main.begin(Command::State, state, "take State", STEP_LIMIT)?;
+        process.load(state, false)?;
     }
-    let loaded = || {
-        process.kept.loaded(!resume);
-        let _ = done.send(Done::Loaded);
-    };
-    process.load_and_complete(&loaded, &|| Some(!resume))?;
+    process.answers.kept.loaded(!resume);
+    let _ = done.send(Done::Loaded);
+    process.complete(!resume)?;
     let _ = done.send(Done::Ready);
     Ok(())
 }
@@ -224,13 +226,13 @@ fn follow(
     process: &Receiver,
     (began, stop): (Instant, &dyn Fn() -> bool),
     tell: &(dyn Fn(Restoring<'_>) + Sync),
-) -> Result<(Duration, Duration, Duration), ChError> {
+) -> Result<(Duration, Duration, Duration), VmmError> {
     let (mut loaded, mut ready, mut closed) = (None, None, None);
     let pages = process.ram.pages();
     loop {
-        let asked = process.kept.asked();
+        let asked = process.answers.asked();
         let whole = asked == pages;
-        let gone = || ChError::Gone { asked, pages };
+        let gone = || VmmError::Gone { asked, pages };
         match (loaded, ready, closed) {
             (Some(loaded), Some(ready), Some(closed)) if whole => {
                 return Ok((loaded, ready, closed));
@@ -241,7 +243,7 @@ fn follow(
             _ => {}
         }
         if stop() {
-            return Err(ChError::Stopped);
+            return Err(VmmError::Stopped);
         }
         match done.recv_timeout(WATCH) {
             Ok(Done::Loaded) => loaded = Some(began.elapsed()),
@@ -251,7 +253,7 @@ fn follow(
                 tell(Restoring::Loaded);
             }
             Ok(Done::Failed(why)) => return Err(why),
-            Ok(Done::Faults(Ok(_) | Err(ChError::Closed(_)))) => closed = Some(began.elapsed()),
+            Ok(Done::Faults(Ok(_) | Err(VmmError::Closed(_)))) => closed = Some(began.elapsed()),
             Ok(Done::Faults(Err(why))) => return Err(why),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Err(gone()),

@@ -9,7 +9,7 @@
 //!
 //! **Neighbours.** `link` moves these messages over a Unix socket.
 
-use super::error::ChError;
+use crate::foreign::VmmError;
 use pageferry_addr::PAGE_SIZE;
 use pageferry_migration::MAX_DESCRIPTION_BYTES;
 use serde::Deserialize;
@@ -84,6 +84,12 @@ pub enum WireError {
         /// The number of bytes.
         length: u64,
     },
+}
+
+impl From<WireError> for VmmError {
+    fn from(error: WireError) -> Self {
+        Self::Wire(error.to_string())
+    }
 }
 
 /// The command of a request.
@@ -193,11 +199,11 @@ pub enum Status {
 
 impl Status {
     /// # Errors
-    /// [`ChError::Refused`] to do `what`.
-    pub(super) fn check(self, what: &'static str) -> Result<(), ChError> {
+    /// [`VmmError::Refused`] to do `what`.
+    pub(super) fn check(self, what: &'static str) -> Result<(), VmmError> {
         match self {
             Self::Ok => Ok(()),
-            Self::Error => Err(ChError::Refused(what)),
+            Self::Error => Err(VmmError::Refused(what)),
         }
     }
 

@@ -12,14 +12,14 @@
 //! directory. Other processes never see it. The kernel detaches it when its directory is removed
 //! here.
 //!
-//! **Neighbours.** `ch::api` has the directory.
+//! **Neighbours.** `foreign::api` has the directory.
 #![expect(
     unsafe_code,
     reason = "a thread leaves the mount namespace of the others"
 )]
 
-use super::error::FcError;
-use crate::ch::api::Meeting;
+use crate::foreign::VmmError;
+use crate::foreign::api::Meeting;
 use pageferry_hostfs::give;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -58,7 +58,7 @@ pub(super) struct MemoryFile {
 
 impl Place {
     /// Makes a directory beside the API socket of a process.
-    pub(super) fn beside(api: &Path, process: Option<Pid>) -> Result<Self, FcError> {
+    pub(super) fn beside(api: &Path, process: Option<Pid>) -> Result<Self, VmmError> {
         let Some(process) = process.filter(|process| has_own_root(*process)) else {
             let meeting = Meeting::beside(api)?;
             return Ok(Self {
@@ -80,7 +80,7 @@ impl Place {
                 });
             }
         }
-        Err(FcError::Jail(format!(
+        Err(VmmError::Jail(format!(
             "{} does not lie below the root directory of its process",
             api.display()
         )))
@@ -96,7 +96,7 @@ impl Place {
     }
 
     /// A file of `bytes` bytes for Firecracker's memory.
-    pub(super) fn memory_file(&self, bytes: u64) -> Result<MemoryFile, FcError> {
+    pub(super) fn memory_file(&self, bytes: u64) -> Result<MemoryFile, VmmError> {
         let Some(jail) = &self.jail else {
             let fd = super::source::memfd(bytes)?;
             let number = std::os::fd::AsRawFd::as_raw_fd(&fd);
@@ -115,9 +115,9 @@ impl Place {
         if identity(Path::new(&theirs)) == identity(Path::new(&ours)) {
             // A mount would stay here.
             let why = "it shares our mount namespace: expected one of its own, as by the jailer";
-            return Err(FcError::Jail(why.into()));
+            return Err(VmmError::Jail(why.into()));
         }
-        let failed = |e: Errno| FcError::io("cannot make a tmpfs for guest memory", e);
+        let failed = |e: Errno| VmmError::io("cannot make a tmpfs for guest memory", e);
         let mount = tmpfs(bytes).map_err(failed)?;
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
         let mode = Mode::RUSR | Mode::WUSR;
@@ -125,15 +125,15 @@ impl Place {
         rustix::fs::ftruncate(&fd, bytes).map_err(failed)?;
         let file = File::from(fd);
         give(&file, &self.meeting.owner)
-            .map_err(|e| FcError::io("cannot give Firecracker its memory file", e))?;
+            .map_err(|e| VmmError::io("cannot give Firecracker its memory file", e))?;
         let folder = &self.meeting.folder;
         let point = folder.path().join("memory");
         folder
             .create_directory("memory")
-            .map_err(|e| FcError::io(format!("cannot make {}", point.display()), e))?;
+            .map_err(|e| VmmError::io(format!("cannot make {}", point.display()), e))?;
         let path = self.inside(&point);
         let attached = jail.attach(&mount, &path);
-        attached.map_err(|e| FcError::io("cannot mount a tmpfs in Firecracker's jail", e))?;
+        attached.map_err(|e| VmmError::io("cannot mount a tmpfs in Firecracker's jail", e))?;
         Ok(MemoryFile {
             fd: file.into(),
             path: path.join("memory"),

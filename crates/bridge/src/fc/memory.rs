@@ -8,24 +8,35 @@
 //! (`EAGAIN`). So no page is placed between the record of a removal and the removal itself. (The
 //! pager does the same.)
 //!
+//! All that must outlive our process lies in [`Kept`]: the regions, the removals, and the messages
+//! that were read and not recorded. The next process records these first. Then it wakes all threads
+//! of the VM: those whose page is missing fault again.
+//!
 //! The end takes the registration off the memory: what is missing then was given back, and the
 //! kernel fills it with zeros. A thread that began a removal before may still wait for a reader.
 //! The kernel says so by `EAGAIN` too.
 
-use super::error::FcError;
+use crate::foreign::VmmError;
+use crate::foreign::kept::{Kept, OWN, OWN_BITS};
 use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
 use pageferry_machine::FaultEvent;
-use pageferry_pager::{Handshake, Region};
+use pageferry_pager::{Handshake, MAX_REGIONS, Region, Ring};
 use pageferry_userfault::PageBitmap;
-use pageferry_userfault::uffd::{Event, EventReader, RangeError, Userfaultfd, Wake};
+use pageferry_userfault::uffd::{
+    Event, Features, MESSAGE_BYTES, RangeError, Userfaultfd, Wake, decode_message,
+};
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Mutex, PoisonError, RwLock};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// The events of one read.
-const BATCH: usize = 64;
+/// The numbers of [`Kept`]. The memory is Firecracker's own again, or about to be: nothing is placed
+/// any more.
+const LEFT: usize = OWN;
+/// The count of regions, and three numbers of each.
+const REGIONS: usize = OWN + 1;
 /// The longest that the kernel may say that a mapping changes.
 const CHANGE_LIMIT: Duration = Duration::from_secs(10);
 /// The time between two looks at it.
@@ -34,17 +45,18 @@ const MOMENT: Duration = Duration::from_micros(50);
 pub(super) struct Memory {
     uffd: Userfaultfd,
     regions: Vec<Region>,
+    kept: Arc<Kept>,
     /// Shared by those who place pages, exclusive for those who read events.
     gate: RwLock<()>,
     /// Pages that the guest gave back.
     removed: PageBitmap,
-    /// Pages that were placed. They are not missing, unless they were given back.
+    /// Pages that were placed by this process. They are not missing, unless they were given back.
     placed: PageBitmap,
     events: Mutex<Events>,
 }
 
 struct Events {
-    reader: EventReader,
+    ring: Ring,
     faults: VecDeque<FaultEvent>,
 }
 
@@ -56,13 +68,17 @@ impl AsFd for Memory {
 
 impl Memory {
     /// The memory of a handshake, which must be all of `bytes`.
-    pub(super) fn new(handshake: Handshake, bytes: u64) -> Result<Self, FcError> {
+    pub(super) fn new(
+        handshake: Handshake,
+        bytes: u64,
+        (kept, ring): (&Arc<Kept>, Ring),
+    ) -> Result<Self, VmmError> {
         let Handshake {
             mut regions,
             page_bytes,
             uffd,
         } = handshake;
-        let refused = |why: String| Err(FcError::Handshake(why));
+        let refused = |why: String| Err(VmmError::Handshake(why));
         if page_bytes != PAGE_SIZE {
             return refused(format!("its pages have {page_bytes} bytes, expected 4096"));
         }
@@ -72,18 +88,63 @@ impl Memory {
             return refused(format!("its regions have {all} bytes, expected {bytes}"));
         }
         regions.sort_unstable_by_key(|region| region.offset);
+        kept.set(REGIONS, regions.len() as u64);
+        for (index, region) in regions.iter().enumerate() {
+            let numbers = [region.address, region.size, region.offset];
+            for (at, number) in numbers.into_iter().enumerate() {
+                kept.set(REGIONS + 1 + 3 * index + at, number);
+            }
+        }
+        Self::of(uffd, regions, bytes, (kept, ring))
+    }
+
+    /// The memory that a process has left behind.
+    pub(super) fn found(
+        fd: OwnedFd,
+        bytes: u64,
+        (kept, ring): (&Arc<Kept>, Ring),
+    ) -> Result<Self, VmmError> {
+        let uffd = Userfaultfd::adopt(fd, Features::EVENT_REMOVE);
+        let uffd = uffd.map_err(|why| VmmError::Kept(why.to_string()))?;
+        let count = kept.get(REGIONS).min(MAX_REGIONS as u64) as usize;
+        let number = |index: usize, at: usize| kept.get(REGIONS + 1 + 3 * index + at);
+        let regions = (0..count).map(|index| Region {
+            address: number(index, 0),
+            size: number(index, 1),
+            offset: number(index, 2),
+        });
+        let memory = Self::of(uffd, regions.collect(), bytes, (kept, ring))?;
+        let removed = kept.shared.bits(OWN_BITS).words();
+        for (index, word) in removed.iter().enumerate() {
+            memory.removed.or_word(index, word.load(Ordering::Relaxed));
+        }
+        memory.record(&mut memory.events());
+        for region in &memory.regions {
+            // Firecracker may have ended, or have its memory for itself: both are found out later.
+            let _ = memory.uffd.wake(Hva(region.address), region.size);
+        }
+        Ok(memory)
+    }
+
+    fn of(
+        uffd: Userfaultfd,
+        regions: Vec<Region>,
+        bytes: u64,
+        (kept, ring): (&Arc<Kept>, Ring),
+    ) -> Result<Self, VmmError> {
         let bitmap = || {
             PageBitmap::try_new((bytes / PAGE_SIZE) as usize)
-                .map_err(|e| FcError::Handshake(e.to_string()))
+                .map_err(|e| VmmError::Handshake(e.to_string()))
         };
         Ok(Self {
             uffd,
             regions,
+            kept: Arc::clone(kept),
             gate: RwLock::default(),
             removed: bitmap()?,
             placed: bitmap()?,
             events: Mutex::new(Events {
-                reader: EventReader::new(BATCH),
+                ring,
                 faults: VecDeque::new(),
             }),
         })
@@ -108,15 +169,30 @@ impl Memory {
         })
     }
 
+    fn events(&self) -> MutexGuard<'_, Events> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Reads all events that wait, and records removals.
-    fn read_events(&self) -> Result<(), FcError> {
+    fn read_events(&self) -> Result<(), VmmError> {
         let _alone = self.gate.write().unwrap_or_else(PoisonError::into_inner);
-        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        let Events { reader, faults } = &mut *events;
-        let failed = |e| FcError::io("cannot read Firecracker's page faults", e);
-        while let Some(event) = reader.try_next(&self.uffd).map_err(failed)? {
-            match event {
-                Event::PageFault(fault) => {
+        let mut events = self.events();
+        loop {
+            let messages = self.kept.shared.messages(&mut events.ring);
+            let count = self.uffd.read_messages(messages);
+            if count.map_err(|e| VmmError::Place(e.to_string()))? == 0 {
+                return Ok(());
+            }
+            self.record(&mut events);
+        }
+    }
+
+    /// Records removals, passes faults on, and then empties the messages.
+    fn record(&self, events: &mut Events) {
+        let Events { ring, faults } = events;
+        for message in self.kept.shared.messages(ring) {
+            match decode_message(message) {
+                Some(Event::PageFault(fault)) => {
                     if let Some(page) = self.page_at(fault.address) {
                         faults.push_back(FaultEvent {
                             page: RamPage(page),
@@ -124,14 +200,15 @@ impl Memory {
                         });
                     }
                 }
-                Event::Remove { start, end } => self.record_removal(start.0, end.0),
-                other => {
-                    let why = format!("{other:?} is no event that was asked for");
-                    return Err(FcError::Handshake(why));
+                Some(event) => {
+                    if let Some(range) = event.dropped(PAGE_SIZE) {
+                        self.record_removal(range.start.0, range.end.0);
+                    }
                 }
+                None => {}
             }
+            *message = [0; MESSAGE_BYTES];
         }
-        Ok(())
     }
 
     fn record_removal(&self, start: u64, end: u64) {
@@ -139,18 +216,18 @@ impl Memory {
             let from = start.max(region.address);
             let to = end.min(region.address + region.size);
             if from < to {
-                let page = |at: u64| ((region.offset + at - region.address) / PAGE_SIZE) as usize;
-                self.removed.set_range(page(from)..page(to));
+                let page = |at: u64| (region.offset + at - region.address) / PAGE_SIZE;
+                let kept = self.kept.shared.bits(OWN_BITS);
+                kept.set(page(from)..page(to));
+                self.removed
+                    .set_range(page(from) as usize..page(to) as usize);
             }
         }
     }
 
     /// The next fault whose page was not given back. Faults on the others are answered.
-    pub(super) fn next_fault(&self) -> Result<Option<FaultEvent>, FcError> {
-        let pop = || {
-            let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-            events.faults.pop_front()
-        };
+    pub(super) fn next_fault(&self) -> Result<Option<FaultEvent>, VmmError> {
+        let pop = || self.events().faults.pop_front();
         loop {
             let mut fault = pop();
             if fault.is_none() {
@@ -174,10 +251,10 @@ impl Memory {
         pages: Range<u64>,
         bytes: &dyn Fn(Range<u64>) -> Option<&'b [u8]>,
         read: &dyn Fn(),
-    ) -> Result<(), FcError> {
+    ) -> Result<(), VmmError> {
         let began = Instant::now();
         let mut at = pages.start;
-        while at < pages.end {
+        while at < pages.end && self.kept.get(LEFT) == 0 {
             let shared = self.gate.read().unwrap_or_else(PoisonError::into_inner);
             let (hva, count) = self.part(&(at..pages.end));
             let next = |bits: &PageBitmap| bits.next_set(at as usize).unwrap_or(usize::MAX) as u64;
@@ -223,6 +300,9 @@ impl Memory {
 
     /// The pages from `from` on that were neither placed nor given back: the next run of them.
     pub(super) fn next_open(&self, from: u64) -> Option<Range<u64>> {
+        if self.kept.get(LEFT) != 0 {
+            return None;
+        }
         let pages = self.placed.pages();
         let mut at = from as usize;
         loop {
@@ -238,7 +318,8 @@ impl Memory {
     }
 
     /// Leaves the memory to Firecracker. Pages that are missing are zero from now on.
-    pub(super) fn leave(&self) -> Result<(), FcError> {
+    pub(super) fn leave(&self) -> Result<(), VmmError> {
+        self.kept.set(LEFT, 1);
         for region in &self.regions {
             let start = Hva(region.address);
             let left = self.uffd.unregister(start, region.size);
@@ -255,15 +336,15 @@ impl Memory {
                 // It is not registered, and nobody waits.
                 Err(error) if error.is_not_registered() => return Ok(()),
                 Err(error) => return Err(cannot_place(error)),
-                Ok(()) => return Err(FcError::Place("it was registered again".into())),
+                Ok(()) => return Err(VmmError::Place("it was registered again".into())),
             }
         }
     }
 }
 
-fn cannot_place(error: RangeError) -> FcError {
+fn cannot_place(error: RangeError) -> VmmError {
     match error.is_process_gone() {
-        true => FcError::Place("its process has ended".into()),
-        false => FcError::Place(error.to_string()),
+        true => VmmError::Place("its process has ended".into()),
+        false => VmmError::Place(error.to_string()),
     }
 }

@@ -1,13 +1,12 @@
 //! VMs of Firecracker move, by its snapshots.
 //!
-//! **Guarantee.** Both processes are unchanged. Until the hand-over, any failure leaves the VM at
-//! the source as it was. From then on a lost connection costs only waiting. A page that the guest
-//! gave back never gets its old contents.
+//! **Guarantee.** Both processes are unchanged. A page that the guest gave back never gets its old
+//! contents. See [`foreign`](crate::foreign) for what a failure costs.
 //!
-//! **Mechanism.** [`Source`] copies pages while the VM runs, by a guess where they are. Then it
+//! **Mechanism.** The source copies pages while the VM runs, by a guess where they are. Then it
 //! pauses the VM, and lets Firecracker write a full snapshot. Its memory file is a memfd of ours,
 //! with the copies, so this process has all pages then. The state file travels as the state
-//! of one device. [`receive`] lets a process without a VM load it, with its memory from our
+//! of one device. The destination lets a process without a VM load it, with its memory from our
 //! userfaultfd. It places pages there as they arrive. When all are there, it takes the userfaultfd
 //! off the memory, and Firecracker needs nobody any more.
 //!
@@ -16,38 +15,23 @@
 //! more until the move is over. The destination host does not: a page that the process has is freed
 //! here.
 //!
-//! | what fails | the VM at the source | the VM at the destination |
-//! |---|---|---|
-//! | anything before the pause | runs on | none |
-//! | anything until `Go` | runs, or stays paused, as it was | discarded: end that process |
-//! | a connection between the hosts, behind `Go` | handed over, paused | waits for its pages |
-//! | the sending process, before its snapshot is whole | ends with it | none |
-//! | the sending process, later | handed over: its memory is here | runs on |
-//! | the receiving process, before `Go` | runs, or stays paused, as it was | none |
-//! | the receiving process, behind `Go` | handed over, paused | ends with it |
-//! | our process at the source, in the pause | paused: resume it | discarded |
-//! | our process at the source, behind `Go` | handed over, paused | waits for pages that never come |
-//! | our process at the destination, behind `Go` | handed over, paused | waits for ever |
-//!
-//! Behind the move, the sending process still has its paused VM. End it. Never resume it.
-//!
-//! **Neighbours.** Below: `migration`, and `pager` for the handshake. Verified against a double of
-//! Firecracker only (`testkit`).
+//! **Neighbours.** `foreign` has the state machines of both ends. Below: `migration`, and `pager` for
+//! the handshake.
 
 mod api;
 mod destination;
-mod error;
 mod jail;
 mod memory;
 mod running;
 mod source;
 
-pub use destination::{Overrides, ReceiveError, ReceiverOptions, receive};
-pub use error::FcError;
-pub use source::{Pause, Source, SourceError, SourceOptions};
-
+use crate::foreign::{
+    Arrival, Departure, ForeignVmm, LeftBehind, Names, ReceiverOptions, SourceOptions, VmmError,
+};
 use pageferry_machine::MachineKind;
-use std::time::Duration;
+use pageferry_migration::{Destination, Incoming};
+use std::path::Path;
+use std::sync::Arc;
 
 /// The kind of these machines. The format is that of the offer and of the flag. Firecracker checks
 /// the version of the state itself, before `Go`.
@@ -55,14 +39,42 @@ const KIND: MachineKind<'static> =
     MachineKind::new("firecracker", std::env::consts::ARCH, "fc-snapshot/0");
 /// The device whose state is the state file.
 const STATE_DEVICE: &str = "firecracker.state";
-const STATE_VERSION: u32 = 0;
-/// The longest state file that Firecracker itself reads.
-const MAX_STATE_BYTES: u64 = 10_000_000;
-/// The state of "the vCPUs": whether the VM ran.
-const VM_RUNS: u8 = 1;
-const VM_PAUSED: u8 = 2;
-/// The limit of a step that Firecracker carries out alone.
-const STEP_LIMIT: Duration = Duration::from_secs(30);
+/// Firecracker, as a VMM whose VMs move.
+#[derive(Debug)]
+pub struct Firecracker;
+
+impl ForeignVmm for Firecracker {
+    fn names(&self) -> Names {
+        Names {
+            vmm: "Firecracker",
+            engine: KIND.engine,
+            prefix: "fc",
+        }
+    }
+    fn depart(
+        &self,
+        options: &mut SourceOptions,
+        _: &dyn Fn() -> bool,
+    ) -> Result<Departure, VmmError> {
+        source::depart(options)
+    }
+    fn arrive(
+        &self,
+        options: &mut ReceiverOptions,
+        destination: &Arc<Destination>,
+        incoming: &Incoming,
+        _: &dyn Fn() -> bool,
+    ) -> Result<Arrival, VmmError> {
+        let guest = destination::Guest::prepare(options, incoming)?;
+        Arrival::new(Arc::new(guest), destination, None)
+    }
+    fn left_behind(&self, api: &Path) -> Result<Option<LeftBehind>, VmmError> {
+        destination::left_behind(api)
+    }
+    fn vcpus(&self, offer: &[u8]) -> Option<u32> {
+        Some(parse_config(offer).ok()?.1)
+    }
+}
 
 /// Reads the description of an offered VM: the bytes of its memory, and the number of its vCPUs.
 ///
@@ -72,10 +84,4 @@ const STEP_LIMIT: Duration = Duration::from_secs(30);
 pub fn parse_config(offer: &[u8]) -> Result<(u64, u32), String> {
     let config = api::MachineConfig::parse(offer)?;
     Ok((config.bytes(), config.vcpu_count))
-}
-
-/// The number of vCPUs of an offered VM, for people. Nothing else depends on it.
-#[must_use]
-pub fn vcpus(offer: &[u8]) -> Option<u32> {
-    Some(parse_config(offer).ok()?.1)
 }

@@ -1,224 +1,127 @@
-//! The seam of a Firecracker that a VM leaves.
+//! A Firecracker that a VM leaves.
 //!
 //! **Guarantee.** Until the migration hands the VM over, every failure lets Firecracker's VM run
 //! on, or stay paused, as it was. From then on it stays paused.
 //!
 //! **Mechanism.** Firecracker's memory is private to its process, and no file tells which of its
-//! mappings are the guest's. So Firecracker writes it to us: [`Vcpus::pause`] pauses the VM and
-//! asks for a full snapshot, whose memory file is our memfd. The memfd's size is sealed. A VM of
-//! another size cannot be written to it, and that is an error.
+//! mappings are the guest's. So Firecracker writes it to us: the pause asks for a full snapshot,
+//! whose memory file is our memfd. The memfd's size is sealed. A VM of another size cannot be
+//! written to it, and that is an error.
 //!
 //! Until then the memfd has a copy of what is probably the guest's memory ([`Machine::refresh`]).
 //! `migration` sends that, and confirms or resends each page after the pause.
 //!
-//! Diff snapshots would lack pages that the last snapshot had. So all snapshots are full.
+//! Diff snapshots would lack pages that the last snapshot had. So all snapshots are full. A full one
+//! resets Firecracker's dirty log: the next diff of a chain lacks what the log had.
 //!
-//! **Neighbours.** `migration` moves the VM. `running` reads its memory. `destination` is the other
-//! seam.
+//! **Neighbours.** `foreign::departure` has the state machine. `running` reads the VM's memory.
 #![expect(unsafe_code, reason = "shares memory with another VMM")]
 
-use super::api::{Api, MachineConfig};
-use super::error::FcError;
+use super::api::{MachineConfig, instance, set_running};
 use super::jail::{MemoryFile, Place};
 use super::running::Running;
-use super::{KIND, MAX_STATE_BYTES, STATE_DEVICE, STATE_VERSION, STEP_LIMIT, VM_PAUSED, VM_RUNS};
+use super::{KIND, STATE_DEVICE};
+use crate::foreign::api::Api;
+use crate::foreign::departure::{Leaving, Saved};
+use crate::foreign::keeper::End;
+use crate::foreign::kept::Kept;
+use crate::foreign::{
+    Departure, MAX_STATE_BYTES, Pause, STEP_LIMIT, SourceOptions, VmmError, check_moved,
+};
 use pageferry_addr::{Gpa, RamPage};
 use pageferry_hostfs::Folder;
-use pageferry_machine::{
-    AdoptedRegion, Apply, BlackoutCost, Device, GuestRam, Machine, MachineError, MachineKind,
-    PauseReport, VcpuState, Vcpus,
-};
-use pageferry_migration::{
-    Change, Observer, Route, RunningVm, SourceConfig, SourceFailure, SourceReport, SourceSession,
-    Switch, migrate,
-};
-use pageferry_userfault::PageBitmap;
+use pageferry_machine::{AdoptedRegion, BlackoutCost, GuestRam, Machine, MachineKind};
+use pageferry_migration::Orphan;
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde_json::json;
 use std::io::Read as _;
-use std::os::fd::OwnedFd;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use tracing::{info, warn};
+use tracing::info;
 
 /// The bytes that Firecracker writes in a second at least.
 const SLOWEST_WRITE: u64 = 64 << 20;
 
-/// The choices for a Firecracker that a VM leaves.
-#[derive(Clone, Debug)]
-pub struct SourceOptions {
-    /// Its API socket.
-    pub api: PathBuf,
-}
-
-/// A failed move, seen from the source.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SourceError {
-    /// Firecracker cannot give its VM. The VM is where it was.
-    #[error("{0}; the VM stays with its Firecracker")]
-    Vmm(#[from] FcError),
-    /// The migration failed, and says where the VM is.
-    #[error(transparent)]
-    Migration(SourceFailure),
-    /// The VM is here, but it does not run.
-    #[error("{}; the VM is here, and cannot be resumed: {why}", failure.error)]
-    NotResumed {
-        /// The failure.
-        failure: SourceFailure,
-        /// The reason.
-        why: Box<FcError>,
-    },
-}
-
-/// Firecracker's own parts of a pause.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Pause {
-    /// The time until it had paused its vCPUs.
-    pub stop: Duration,
-    /// The time until it had written its snapshot.
-    pub save: Duration,
-}
-
-/// A VM of a Firecracker process. It still runs.
-pub struct Source {
-    vmm: Arc<Vmm>,
-    config: Vec<u8>,
-    vcpus: u32,
-    machine: Arc<dyn Machine>,
-    devices: [Arc<dyn Device>; 1],
-    /// Why the memory cannot be copied while the VM runs.
-    unread: Option<String>,
-}
-
-impl Source {
-    /// Looks at the VM, and makes room for its memory. The VM runs meanwhile.
-    ///
-    /// # Errors
-    /// When the process cannot be reached, has no VM, or its VM cannot move.
-    pub fn take(options: &SourceOptions) -> Result<Self, FcError> {
-        let api = Api::new(&options.api);
-        let instance = api.instance(STEP_LIMIT)?;
-        let runs = match instance.state.as_str() {
-            "Running" => true,
-            "Paused" => false,
-            other => {
-                return Err(FcError::VmState {
-                    found: other.escape_debug().to_string(),
-                    expected: "Running or Paused",
-                });
-            }
-        };
-        let text = api.call("GET /machine-config", None, STEP_LIMIT)?;
-        let config = MachineConfig::parse(&text).map_err(FcError::Config)?;
-        let bytes = config.bytes();
-        let place = Place::beside(api.path(), instance.process)?;
-        let file = place.memory_file(bytes)?;
-        let ram = adopt(&file.fd, bytes, file.is_sealed)?;
-        info!(
-            bytes,
-            runs,
-            version = instance.vmm_version,
-            "Firecracker has a VM to move"
-        );
-        let (running, unread) = match Running::find(instance.process, bytes) {
-            Ok(running) => (Some(running), None),
-            Err(why) => (None, Some(why)),
-        };
-        let vmm = Arc::new(Vmm {
-            running,
-            ram: Arc::new(ram),
-            place,
-            api,
-            file,
-            was_running: runs,
-            hold: Mutex::default(),
-        });
-        Ok(Self {
-            config: text,
-            vcpus: config.vcpu_count,
-            machine: Arc::clone(&vmm) as _,
-            devices: [Arc::clone(&vmm) as _],
-            vmm,
-            unread,
-        })
+/// Looks at a Firecracker's VM, and makes room for its memory. The VM runs meanwhile.
+pub(super) fn depart(options: &mut SourceOptions) -> Result<Departure, VmmError> {
+    let api = Api::new(&options.api)?;
+    if let Some((kept, _, orphan, fds)) = Kept::found_move(api.path(), End::Source)? {
+        return go_on(api, (kept, orphan), fds);
     }
-
-    /// The size of RAM in bytes.
-    #[must_use]
-    pub fn memory_bytes(&self) -> u64 {
-        self.vmm.ram.layout().bytes()
-    }
-
-    /// The number of its vCPUs.
-    #[must_use]
-    pub fn vcpus(&self) -> u32 {
-        self.vcpus
-    }
-
-    /// Firecracker's own parts of the pause, if there was one.
-    #[must_use]
-    pub fn pause(&self) -> Option<Pause> {
-        self.vmm.hold().parts
-    }
-
-    /// Moves the VM, as [`migrate`] does. If its memory cannot be read while it runs, all pages
-    /// come by post-copy.
-    ///
-    /// # Errors
-    /// [`SourceError`] says where the VM is.
-    pub fn migrate(
-        &self,
-        route: &Route,
-        config: &SourceConfig,
-        session: &SourceSession,
-        observer: &dyn Observer,
-    ) -> Result<SourceReport, SourceError> {
-        let vm = RunningVm {
-            machine: &self.machine,
-            vcpus: &*self.vmm,
-            devices: &self.devices,
-        };
-        session.prepare(config.settings);
-        if let Some(why) = &self.unread {
-            info!(%why, "Firecracker's memory cannot be read while its VM runs");
-            observer.note(&format!(
-                "{why}: the VM's memory cannot be read while it runs, so all pages follow it"
-            ));
-            let now = Change {
-                switch: Some(Switch::NOW),
-                ..Change::default()
-            };
-            // If it is refused, the copy in pre-copy is of zeros, which costs time only.
-            let _ = session.set(&now);
+    check_moved(api.path())?;
+    let (found, process) = instance(&api, STEP_LIMIT)?;
+    let runs = match found.state.as_str() {
+        "Running" => true,
+        "Paused" => false,
+        other => {
+            return Err(VmmError::VmState {
+                found: other.escape_debug().to_string(),
+                expected: "Running or Paused",
+            });
         }
-        let outcome = migrate(&vm, route, &self.config, config, session, observer);
-        let failure = match outcome {
-            Ok(report) => return Ok(report),
-            Err(failure) => failure,
-        };
-        Err(match self.vmm.hold().not_resumed.take() {
-            Some(why) => SourceError::NotResumed {
-                failure,
-                why: why.into(),
-            },
-            None => SourceError::Migration(failure),
-        })
-    }
+    };
+    let text = api.call("GET /machine-config", None, STEP_LIMIT)?;
+    let config = MachineConfig::parse(&text).map_err(VmmError::Config)?;
+    let bytes = config.bytes();
+    let place = Place::beside(api.path(), process)?;
+    let file = place.memory_file(bytes)?;
+    let ram = adopt(&file.fd, bytes, file.is_sealed)?;
+    let version = found.vmm_version;
+    info!(bytes, runs, version, "Firecracker has a VM to move");
+    let (running, unread) = match Running::find(process, bytes) {
+        Ok(running) => (Some(running), None),
+        Err(why) => (None, Some(why)),
+    };
+    let mut kept = Kept::leaving(runs, true)?;
+    let places = (api.path(), place.meeting.folder.path());
+    kept.keep(
+        options.keeper.as_mut(),
+        End::Source,
+        places,
+        [file.fd.as_fd()],
+    )?;
+    let vmm = Arc::new(Vmm {
+        running,
+        ram: Arc::new(ram),
+        files: Some((place, file)),
+        api: api.clone(),
+        asked: AtomicBool::new(false),
+        was_running: runs,
+    });
+    let mut departure = Departure::new((vmm, api), (text, Some(config.vcpu_count)), kept, None);
+    departure.unread = unread;
+    Ok(departure)
 }
 
-impl std::fmt::Debug for Source {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Source")
-            .field("memory_bytes", &self.memory_bytes())
-            .finish_non_exhaustive()
-    }
+/// The move of another process of ours.
+fn go_on(
+    api: Api,
+    (kept, orphan): (Kept, Orphan),
+    fds: Vec<OwnedFd>,
+) -> Result<Departure, VmmError> {
+    let Ok([memory]) = <[OwnedFd; 1]>::try_from(fds) else {
+        return Err(VmmError::Kept("it has no memory, or too much".into()));
+    };
+    let text = orphan.offer().guest;
+    let config = MachineConfig::parse(&text).map_err(VmmError::Config)?;
+    let vmm = Arc::new(Vmm {
+        running: None,
+        ram: Arc::new(adopt(&memory, config.bytes(), false)?),
+        files: None,
+        api: api.clone(),
+        // It is paused: only an operator takes it back.
+        asked: AtomicBool::new(true),
+        was_running: kept.ran(),
+    });
+    let about = (text, Some(config.vcpu_count));
+    Ok(Departure::new((vmm, api), about, kept, Some(orphan)))
 }
 
 /// A memfd whose size stays.
-pub(super) fn memfd(bytes: u64) -> Result<OwnedFd, FcError> {
-    let failed = |e| FcError::io("cannot make a memfd for guest memory", e);
+pub(super) fn memfd(bytes: u64) -> Result<OwnedFd, VmmError> {
+    let failed = |e| VmmError::io("cannot make a memfd for guest memory", e);
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = rustix::fs::memfd_create("pageferry-fc", flags).map_err(failed)?;
     rustix::fs::ftruncate(&fd, bytes).map_err(failed)?;
@@ -227,9 +130,9 @@ pub(super) fn memfd(bytes: u64) -> Result<OwnedFd, FcError> {
 }
 
 /// Guest memory in the order of Firecracker's memory file, without its holes.
-pub(super) fn adopt(file: &OwnedFd, bytes: u64, is_sealed: bool) -> Result<GuestRam, FcError> {
+pub(super) fn adopt(file: &OwnedFd, bytes: u64, is_sealed: bool) -> Result<GuestRam, VmmError> {
     let fd = file.try_clone();
-    let fd = fd.map_err(|e| FcError::io("cannot clone a memfd", e))?;
+    let fd = fd.map_err(|e| VmmError::io("cannot clone a memfd", e))?;
     let region = AdoptedRegion::new(Gpa(0), bytes, fd, 0);
     // Firecracker changes the size only if it has more memory or less, in a pause that then fails.
     let region = if is_sealed {
@@ -238,74 +141,77 @@ pub(super) fn adopt(file: &OwnedFd, bytes: u64, is_sealed: bool) -> Result<Guest
         region.keeps_size()
     };
     // SAFETY: the memfd is new, and no guest has it mapped. At a source, the vCPU of this machine
-    // is Firecracker with the copies of `Running`. They alone write it, until `Vcpus::pause`
+    // is Firecracker with the copies of `Running`. They alone write it, until the pause
     // returns. At a destination only this process writes it, through the calls of `machine`.
     Ok(unsafe { GuestRam::adopt(vec![region]) }?)
 }
 
-/// A Firecracker whose VM moves: the machine, its vCPUs and its one device.
+/// Reads a state file, which has a bounded length.
+fn read_state(folder: &Folder) -> Result<Vec<u8>, VmmError> {
+    let failed = |e| VmmError::io("cannot read Firecracker's state file", e);
+    let mut state = Vec::new();
+    let file = folder.open("state").map_err(failed)?;
+    let length = file.metadata().map_err(failed)?.len();
+    let mut limited = file.take(MAX_STATE_BYTES + 1);
+    limited.read_to_end(&mut state).map_err(failed)?;
+    match state.len() as u64 {
+        1..=MAX_STATE_BYTES => Ok(state),
+        _ => Err(VmmError::StateLength(length)),
+    }
+}
+
+/// A Firecracker whose VM moves.
 struct Vmm {
     running: Option<Running>,
     ram: Arc<GuestRam>,
+    /// Where it writes. A process that goes on with a move needs nothing more of it.
+    files: Option<(Place, MemoryFile)>,
     api: Api,
-    place: Place,
-    file: MemoryFile,
     was_running: bool,
-    hold: Mutex<Hold>,
-}
-
-#[derive(Default)]
-struct Hold {
     /// Whether we have asked for a pause.
-    asked: bool,
-    saved: Option<Saved>,
-    /// The parts of the last pause.
-    parts: Option<Pause>,
-    /// Why the VM does not run again.
-    not_resumed: Option<FcError>,
-}
-
-struct Saved {
-    state: Vec<u8>,
-    at: (Instant, Instant),
-    parts: Pause,
+    asked: AtomicBool,
 }
 
 impl Vmm {
-    fn hold(&self) -> MutexGuard<'_, Hold> {
-        self.hold.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether only Firecracker writes the memfd.
     fn hold_copies(&self, held: bool) {
         if let Some(running) = &self.running {
             running.hold(held);
         }
     }
+}
 
-    /// Pauses the VM, and lets Firecracker save it.
-    fn pause_and_save(&self) -> Result<Saved, FcError> {
+impl Leaving for Vmm {
+    fn state_device(&self) -> &'static str {
+        STATE_DEVICE
+    }
+    fn pause(&self, kept: &Kept, _: Duration) -> Result<Saved, VmmError> {
+        let Some((place, memory)) = &self.files else {
+            return Err(VmmError::Kept("it was saved before".into()));
+        };
         let began = Instant::now();
         self.hold_copies(true);
+        self.asked.store(true, Ordering::Release);
+        kept.pause_asked(true);
         if self.was_running {
-            self.api.set_running(false, STEP_LIMIT)?;
+            set_running(&self.api, false, STEP_LIMIT)?;
         }
         let stopped = Instant::now();
-        let folder = &self.place.meeting.folder;
+        let folder = &place.meeting.folder;
         let path = folder.path().join("state");
         let body = json!({
             "snapshot_type": "Full",
-            "snapshot_path": self.place.inside(&path),
-            "mem_file_path": self.file.path,
+            "snapshot_path": place.inside(&path),
+            "mem_file_path": memory.path,
         });
         let bytes = self.ram.layout().bytes();
         let limit = STEP_LIMIT + Duration::from_secs(bytes / SLOWEST_WRITE);
         self.api.call("PUT /snapshot/create", Some(&body), limit)?;
-        let failed = |e| FcError::io("cannot look at the memory file", e);
-        let found = rustix::fs::fstat(&self.file.fd).map_err(failed)?.st_size;
+        let failed = |e| VmmError::io("cannot look at the memory file", e);
+        let found = rustix::fs::fstat(&memory.fd).map_err(failed)?.st_size;
         if found as u64 != bytes {
             let why = format!("its memory file has {found} bytes: expected {bytes}");
-            return Err(FcError::Config(why));
+            return Err(VmmError::Config(why));
         }
         let state = read_state(folder)?;
         folder.remove("state");
@@ -317,36 +223,21 @@ impl Vmm {
         Ok(Saved {
             state,
             at: (began, stopped),
-            parts,
+            parts: Some(parts),
         })
     }
-
-    /// Lets the VM run, if it ran.
-    fn run_again(&self, hold: &mut Hold) {
-        if hold.asked && self.was_running {
-            hold.not_resumed = self.api.set_running(true, STEP_LIMIT).err();
-            if let Some(why) = &hold.not_resumed {
-                warn!(%why, "Firecracker does not resume its VM");
-            }
-        }
-        hold.asked = false;
-        // A VM that runs is not the saved one any more.
-        hold.saved = None;
+    fn take_back(&self, _: &Kept) -> Result<(), VmmError> {
+        // Also when the pause itself failed: it may have come to pass later.
+        let asked = self.asked.swap(false, Ordering::AcqRel);
+        let resumed = match asked && self.was_running {
+            true => set_running(&self.api, true, STEP_LIMIT),
+            false => Ok(()),
+        };
         self.hold_copies(false);
+        resumed
     }
-}
-
-/// Reads a state file, which has a bounded length.
-fn read_state(folder: &Folder) -> Result<Vec<u8>, FcError> {
-    let failed = |e| FcError::io("cannot read Firecracker's state file", e);
-    let mut state = Vec::new();
-    let file = folder.open("state").map_err(failed)?;
-    let length = file.metadata().map_err(failed)?.len();
-    let mut limited = file.take(MAX_STATE_BYTES + 1);
-    limited.read_to_end(&mut state).map_err(failed)?;
-    match state.len() as u64 {
-        1..=MAX_STATE_BYTES => Ok(state),
-        _ => Err(FcError::StateLength(length)),
+    fn look(&self) -> Result<(), VmmError> {
+        instance(&self.api, STEP_LIMIT).map(drop)
     }
 }
 
@@ -364,94 +255,15 @@ impl Machine for Vmm {
         let save = Duration::from_micros((self.ram.layout().bytes() >> 20) * us);
         BlackoutCost::new(Duration::from_millis(50) + save, Duration::ZERO)
     }
+    /// Firecracker shows nobody its dirty log.
     fn has_dirty_log(&self) -> bool {
         false
     }
     fn refresh(&self, first: RamPage, pages: u64) -> bool {
-        let Some(running) = &self.running else {
+        let (Some(running), Some((_, file))) = (&self.running, &self.files) else {
             return false;
         };
-        running.copy_to(&self.file.fd, first.0..first.0 + pages);
+        running.copy_to(&file.fd, first.0..first.0 + pages);
         true
-    }
-    fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {
-        match on {
-            true => Err(MachineError::WrongState(NO_LOG)),
-            false => Ok(()),
-        }
-    }
-    fn harvest_dirty(&self, _: &PageBitmap, _: bool) -> Result<usize, MachineError> {
-        Err(MachineError::WrongState(NO_LOG))
-    }
-}
-
-const NO_LOG: &str = "Firecracker shows nobody its dirty log";
-
-impl Vcpus for Vmm {
-    /// All of its vCPUs: their states are in the state file.
-    fn count(&self) -> usize {
-        1
-    }
-    fn pause(&self, _: Duration) -> Result<PauseReport, MachineError> {
-        let mut hold = self.hold();
-        if hold.saved.is_none() {
-            hold.asked = true;
-            match self.pause_and_save() {
-                Ok(saved) => {
-                    hold.parts = Some(saved.parts);
-                    hold.saved = Some(saved);
-                }
-                Err(error) => {
-                    // Also when the pause itself failed: it may have come to pass later.
-                    self.run_again(&mut hold);
-                    return Err(MachineError::engine(error));
-                }
-            }
-        }
-        let Some(saved) = &hold.saved else {
-            return Err(MachineError::WrongState("Firecracker has saved nothing"));
-        };
-        Ok(PauseReport {
-            first_stop: saved.at.0,
-            last_stop: saved.at.1,
-            was_running: self.was_running,
-        })
-    }
-    fn resume(&self) {
-        let mut hold = self.hold();
-        self.run_again(&mut hold);
-    }
-    fn inside(&self) -> usize {
-        self.hold().saved.is_none().into()
-    }
-    fn save(&self) -> Result<Vec<VcpuState>, MachineError> {
-        let flag = if self.was_running { VM_RUNS } else { VM_PAUSED };
-        Ok(vec![VcpuState(vec![flag])])
-    }
-    fn restore(&self, _: &[VcpuState]) -> Result<(), MachineError> {
-        Err(MachineError::WrongState("a source takes no states"))
-    }
-}
-
-impl Device for Vmm {
-    fn name(&self) -> &str {
-        STATE_DEVICE
-    }
-    fn version(&self) -> u32 {
-        STATE_VERSION
-    }
-    /// Firecracker pauses its devices before it saves them.
-    fn pause(&self) -> Result<(), MachineError> {
-        Ok(())
-    }
-    fn resume(&self) {}
-    fn save(&self) -> Result<Vec<u8>, MachineError> {
-        match &self.hold().saved {
-            Some(saved) => Ok(saved.state.clone()),
-            None => Err(MachineError::WrongState("Firecracker has saved nothing")),
-        }
-    }
-    fn decode<'a>(&'a self, _: u32, _: &[u8]) -> Result<Apply<'a>, MachineError> {
-        Err(MachineError::WrongState("a source takes no states"))
     }
 }

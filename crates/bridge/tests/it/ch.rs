@@ -1,11 +1,13 @@
 //! Two doubles of Cloud Hypervisor, and a move between them over loopback.
 
-use pageferry_bridge::ch::{
-    Arrived, ChError, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions, receive,
+use pageferry_bridge::CLOUD_HYPERVISOR;
+use pageferry_bridge::foreign::{
+    Arrival, Departure, ForeignVmm as _, Overrides, ReceiveError, ReceiverOptions, SourceError,
+    SourceOptions, VmmError, receive,
 };
 use pageferry_migration::{
-    Destination, DestinationConfig, Listener, PlainPolicy, Route, Settings, SourceConfig,
-    SourceReport, SourceSession, Switch, Unobserved,
+    Destination, DestinationConfig, DestinationReport, Listener, PlainPolicy, Route, Settings,
+    SourceConfig, SourceReport, SourceSession, Switch, Unobserved,
 };
 use pageferry_testkit::cloud_hypervisor::{Config, Double, Quirk};
 use pageferry_testkit::wait_until;
@@ -79,7 +81,7 @@ fn call(api: &Path, endpoint: &str, body: &str) {
 /// The ends of a move.
 pub(crate) struct Moved {
     pub(crate) sent: Result<SourceReport, SourceError>,
-    pub(crate) received: Result<Arrived, ReceiveError>,
+    pub(crate) received: Result<(DestinationReport, Arrival), ReceiveError>,
 }
 
 pub(crate) fn options(directory: &Directory, preserve: bool) -> SourceOptions {
@@ -88,6 +90,13 @@ pub(crate) fn options(directory: &Directory, preserve: bool) -> SourceOptions {
         preserve,
         keeper: None,
     }
+}
+
+pub(crate) fn take(
+    mut options: SourceOptions,
+    stop: &dyn Fn() -> bool,
+) -> Result<Departure, VmmError> {
+    CLOUD_HYPERVISOR.depart(&mut options, stop)
 }
 
 pub(crate) fn sender(directory: &Directory, quirk: Quirk) -> Option<Double> {
@@ -169,7 +178,7 @@ impl Hosts {
     pub(crate) fn send(&self, route: &Route) -> Result<SourceReport, SourceError> {
         let began = Instant::now();
         let late = || began.elapsed() > LIMIT;
-        let source = Source::take(&mut options(&self.directory, false), &late).unwrap();
+        let source = take(options(&self.directory, false), &late).unwrap();
         source.migrate(
             route,
             &source_config(self.switch),
@@ -189,11 +198,12 @@ impl Hosts {
         let late = || began.elapsed() > LIMIT;
         let over = AtomicBool::new(false);
         let (session, destination) = (&self.session, &self.destination);
-        let taken = Source::take(&mut options(&self.directory, self.preserve), &late);
+        let taken = take(options(&self.directory, self.preserve), &late);
         let source = taken.unwrap();
         let mut target = ReceiverOptions {
             api: self.directory.join("target"),
             keeper: None,
+            overrides: Overrides::default(),
         };
         let beside_it = Beside {
             source: &mut self.source,
@@ -215,7 +225,8 @@ impl Hosts {
             });
             let received = scope.spawn(|| {
                 let incoming = destination.accept(&late).unwrap();
-                receive(&mut target, destination, incoming, &late, &Unobserved)
+                let vmm = &CLOUD_HYPERVISOR;
+                receive(vmm, &mut target, destination, incoming, &late, &Unobserved)
             });
             let sent = scope.spawn(|| source.migrate(route, &config, session, &Unobserved));
             beside(beside_it);
@@ -238,7 +249,7 @@ pub(crate) struct Beside<'a> {
 }
 
 /// Serves the pages of an arrived VM until the process has asked for all.
-pub(crate) fn serve(arrived: Arrived) -> Result<(), ChError> {
+pub(crate) fn serve((_, arrival): (DestinationReport, Arrival)) -> Result<(), VmmError> {
     let began = Instant::now();
-    arrived.serve(&|| began.elapsed() > LIMIT)
+    arrival.serve(&|| began.elapsed() > LIMIT)
 }

@@ -1,11 +1,11 @@
 //! A Cloud Hypervisor that sends something else: one sentence, and its VM runs on.
 
-use crate::ch::{Directory, Hosts, options, sender};
-use pageferry_bridge::ch::{ChError, Source, SourceOptions};
+use crate::ch::{self, Directory, Hosts, options, sender};
+use pageferry_bridge::foreign::{Departure, SourceOptions, VmmError};
 use pageferry_testkit::cloud_hypervisor::Quirk;
 
-fn take(directory: &Directory) -> Result<Source, ChError> {
-    Source::take(&mut options(directory, false), &|| false)
+fn take(directory: &Directory) -> Result<Departure, VmmError> {
+    ch::take(options(directory, false), &|| false)
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn sockets_without_an_api_are_refused() {
         keeper: None,
     };
     let refused = |name: &str| {
-        let error = Source::take(&mut options(name), &|| false).err();
+        let error = ch::take(options(name), &|| false).err();
         error.map(|error| error.to_string()).unwrap_or_default()
     };
     assert!(
@@ -100,7 +100,10 @@ fn sockets_without_an_api_are_refused() {
         let _ = stream.read(&mut [0; 4096]);
     });
     let error = refused("other");
-    assert!(error.contains("by no HTTP response"), "{error}");
+    assert!(
+        error.contains("answered GET /api/v1/vm.info by something else"),
+        "{error}"
+    );
     server.join().unwrap();
 }
 
@@ -109,7 +112,7 @@ fn a_process_without_a_vm_has_none_to_send() {
     let Some(hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
         return;
     };
-    let error = Source::take(&mut hosts.target_as_source(), &|| false).err();
+    let error = ch::take(hosts.target_as_source(), &|| false).err();
     let error = error.map(|error| error.to_string()).unwrap_or_default();
     assert_eq!(error, "the VM is None: expected Running or Paused");
 }

@@ -1,7 +1,7 @@
 //! Processes that die or refuse at each step: where the VM is, and what both ends say.
 
 use crate::ch::{Hosts, Moved, serve};
-use pageferry_bridge::ch::{ReceiveError, SourceError};
+use pageferry_bridge::foreign::{ReceiveError, SourceError};
 use pageferry_migration::{DestinationVm, SourceVm, Switch};
 use pageferry_testkit::cloud_hypervisor::Quirk;
 use pageferry_testkit::wait_until;
@@ -24,7 +24,7 @@ fn check_runs_on(hosts: &mut Hosts, moved: Moved, sentence: &str) {
     let received = moved.received.expect_err("the move fails");
     match &received {
         ReceiveError::Refused(_) => {}
-        ReceiveError::Migration(failure) | ReceiveError::Vmm { failure, .. } => {
+        ReceiveError::Migration(failure) => {
             assert_eq!(failure.vm, DestinationVm::Discarded, "{received}");
         }
         other => panic!("{other}"),
@@ -50,8 +50,11 @@ fn a_receiver_that_fails_before_the_hand_over_leaves_the_vm_running_at_its_sourc
             Quirk::ReceiverDiesAtConfig,
             "while we waited for it to take the VM's Config",
         ),
-        (Quirk::RefuseState, "refused to load State"),
-        (Quirk::ReceiverDiesAtState, "Cloud Hypervisor"),
+        (Quirk::RefuseState, "State is refused"),
+        // Behind its vCPUs, which need a page from the source.
+        (Quirk::RefuseDisk, "Error opening disk: No such file"),
+        (Quirk::RefuseLock, "Failed to acquire an advisory lock"),
+        (Quirk::ReceiverDiesAtState, "waited for it to load State"),
     ] {
         let Some((mut hosts, moved)) = moved(Quirk::Right, quirk) else {
             return;
@@ -162,16 +165,7 @@ fn a_receiver_that_dies_behind_the_hand_over_is_the_end_of_the_vm() {
             return;
         };
         let route = hosts.route();
-        let moved = hosts.migrate(&route, |beside| {
-            wait_until("the destination to notice", || {
-                !matches!(
-                    beside.destination.status().stage,
-                    "none" | "receiving" | "ready" | "running"
-                )
-            });
-            // The destination is gone for good: an operator ends the source's wait.
-            beside.session.give_up();
-        });
+        let moved = hosts.migrate(&route, |_| ());
         let received = moved.received.map(serve);
         let text = match &received {
             Err(error) => error.to_string(),
@@ -179,6 +173,12 @@ fn a_receiver_that_dies_behind_the_hand_over_is_the_end_of_the_vm() {
             Ok(Ok(())) => String::new(),
         };
         assert!(text.contains(sentence), "{quirk:?}: {text}");
+        // All pages may have been there by then.
+        if let Err(error) = moved.sent {
+            let error = error.to_string();
+            let sentence = "has ended at the destination";
+            assert!(error.contains(sentence), "{quirk:?}: {error}");
+        }
         let status = hosts.source.outcome();
         assert_eq!(
             (&status.outcome[..], &status.state[..]),

@@ -49,7 +49,7 @@ fn bridged() -> Option<Duration> {
         sent.pages, sent.missing_at_start
     );
     let arrived = moved.received.unwrap();
-    let started = arrived.report.started;
+    let started = arrived.0.started;
     serve(arrived).unwrap();
     let paused = hosts.source.status().at;
     let ran = hosts.target.status().at;

@@ -32,7 +32,7 @@ fn a_running_vm_moves_and_runs_on() {
     let sent = moved.sent.unwrap();
     assert!(!sent.paused);
     let arrived = moved.received.unwrap();
-    assert_eq!(arrived.report.missing_at_start, PAGES);
+    assert_eq!(arrived.0.missing_at_start, PAGES);
     serve(arrived).unwrap();
     check_arrived(&mut hosts, "Running");
     let status = hosts.source.outcome();
@@ -74,7 +74,7 @@ fn a_paused_vm_arrives_paused() {
     let moved = hosts.migrate(&route, |_| ());
     assert!(moved.sent.unwrap().paused);
     let arrived = moved.received.unwrap();
-    assert!(arrived.report.paused);
+    assert!(arrived.0.paused);
     serve(arrived).unwrap();
     check_arrived(&mut hosts, "Paused");
     hosts.target.run();

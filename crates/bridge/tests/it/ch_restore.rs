@@ -1,7 +1,8 @@
 //! VMs of Cloud Hypervisor start from their snapshots, and find their memory.
 
 use crate::ch::{Directory, PAGES, REGIONS};
-use pageferry_bridge::ch::{ChError, RestoreOptions, RestoreReport, Restoring, Snapshot, restore};
+use pageferry_bridge::ch::{RestoreOptions, RestoreReport, Restoring, Snapshot, restore};
+use pageferry_bridge::foreign::VmmError;
 use pageferry_pager::{Format, Source, SourceError, Stores};
 use pageferry_testkit::cloud_hypervisor::{Config, Double, Quirk};
 use pageferry_testkit::wait_until;
@@ -59,7 +60,7 @@ impl Scene {
         resume: bool,
         stop: &(dyn Fn() -> bool + Sync),
         tell: &(dyn Fn(Restoring<'_>) + Sync),
-    ) -> Result<RestoreReport, ChError> {
+    ) -> Result<RestoreReport, VmmError> {
         let mut options = RestoreOptions {
             api: self.directory.join("target"),
             resume,
@@ -276,7 +277,7 @@ fn a_source_that_is_gone_leaves_its_page_without_an_answer() {
             && since.get_or_init(Instant::now).elapsed() > Duration::from_millis(300)
     };
     let error = scene.restore(&source, true, &stop, &tell).unwrap_err();
-    assert!(matches!(error, ChError::Stopped), "{error}");
+    assert!(matches!(error, VmmError::Stopped), "{error}");
     assert_eq!(scene.target.wait().code(), Some(3));
 }
 
@@ -307,12 +308,12 @@ fn a_process_that_fails_ends_the_restore_in_a_sentence() {
             Quirk::ReceiverDiesAtConfig,
             "while we waited for it to take the VM's Config",
         ),
-        (Quirk::RefuseState, "refused to load State"),
+        (Quirk::RefuseState, "State is refused"),
         (
             Quirk::ReceiverDiesAtState,
             "while we waited for it to load State",
         ),
-        (Quirk::ReceiverDiesAtFaults, "Cloud Hypervisor"),
+        (Quirk::ReceiverDiesAtFaults, "the VMM"),
         (
             Quirk::WrongFault,
             "a page fault names 4096 bytes at 0x4000000000000",
@@ -363,7 +364,7 @@ fn a_process_that_is_killed_takes_its_vm_along() {
     });
     let pages = PAGES;
     assert!(
-        matches!(error, ChError::Gone { asked, pages: all } if asked < pages && all == pages),
+        matches!(error, VmmError::Gone { asked, pages: all } if asked < pages && all == pages),
         "{error}"
     );
 }

@@ -1,9 +1,9 @@
 //! The messages of Cloud Hypervisor's protocol: what is taken, and what is refused by which words.
 
-use pageferry_bridge::ch::parse_answer;
 use pageferry_bridge::ch::wire::{
     Command, MAX_CONFIG_BYTES, MAX_STATE_BYTES, Mapping, Range, Request, Status, mappings,
 };
+use pageferry_bridge::foreign::parse_answer;
 use proptest::prelude::*;
 
 fn header(number: u16, version: u16, length: u64) -> [u8; 16] {

@@ -1,8 +1,10 @@
 //! Two doubles of Firecracker, and a move between them over loopback.
 
 use crate::ch::Directory;
-use pageferry_bridge::fc::{
-    Overrides, Pause, ReceiveError, ReceiverOptions, Source, SourceError, SourceOptions, receive,
+use pageferry_bridge::FIRECRACKER;
+use pageferry_bridge::foreign::{
+    Departure, ForeignVmm as _, Overrides, Pause, ReceiveError, ReceiverOptions, SourceError,
+    SourceOptions, VmmError, receive,
 };
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationReport, Listener, PlainPolicy, Route, SourceConfig,
@@ -11,7 +13,7 @@ use pageferry_migration::{
 use pageferry_testkit::firecracker::{Quirk, VmmConfig, VmmDouble};
 use pageferry_testkit::shaper::{Plan, Shaper};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -56,6 +58,18 @@ pub(crate) struct Beside<'a> {
     pub(crate) source: &'a mut VmmDouble,
     pub(crate) session: &'a SourceSession,
     pub(crate) destination: &'a Arc<Destination>,
+}
+
+pub(crate) fn source_at(api: &Path) -> SourceOptions {
+    SourceOptions {
+        api: api.into(),
+        preserve: false,
+        keeper: None,
+    }
+}
+
+pub(crate) fn take(mut options: SourceOptions) -> Result<Departure, VmmError> {
+    FIRECRACKER.depart(&mut options, &|| false)
 }
 
 pub(crate) fn route_by(shaper: &Shaper) -> Route {
@@ -134,20 +148,17 @@ impl Hosts {
     }
 
     pub(crate) fn source_options(&self) -> SourceOptions {
-        SourceOptions {
-            api: self.apis[0].clone(),
-        }
+        source_at(&self.apis[0])
     }
 
     pub(crate) fn target_as_source(&self) -> SourceOptions {
-        SourceOptions {
-            api: self.apis[1].clone(),
-        }
+        source_at(&self.apis[1])
     }
 
     pub(crate) fn receiver_options(&self) -> ReceiverOptions {
         ReceiverOptions {
             api: self.apis[1].clone(),
+            keeper: None,
             overrides: Overrides::default(),
         }
     }
@@ -169,13 +180,13 @@ impl Hosts {
 
     /// Moves the VM. `beside` runs meanwhile.
     pub(crate) fn migrate(&mut self, route: &Route, beside: impl FnOnce(Beside<'_>)) -> Moved {
-        let target = self.receiver_options();
-        self.migrate_to(&target, route, beside)
+        let mut target = self.receiver_options();
+        self.migrate_to(&mut target, route, beside)
     }
 
     pub(crate) fn migrate_to(
         &mut self,
-        target: &ReceiverOptions,
+        target: &mut ReceiverOptions,
         route: &Route,
         beside: impl FnOnce(Beside<'_>),
     ) -> Moved {
@@ -187,7 +198,7 @@ impl Hosts {
         let began = Instant::now();
         let late = || began.elapsed() > LIMIT;
         let over = AtomicBool::new(false);
-        let source = Source::take(&self.source_options()).unwrap();
+        let source = take(self.source_options()).unwrap();
         let (session, destination) = (&self.session, &self.destination);
         let beside_it = Beside {
             source: &mut self.source,
@@ -208,7 +219,16 @@ impl Hosts {
             });
             let received = scope.spawn(|| {
                 let incoming = destination.accept(&late).unwrap();
-                receive(target, destination, incoming, &late, &Unobserved)
+                let (report, arrival) = receive(
+                    &FIRECRACKER,
+                    target,
+                    destination,
+                    incoming,
+                    &late,
+                    &Unobserved,
+                )?;
+                arrival.serve(&late).expect("it has all pages");
+                Ok(report)
             });
             let sent = scope.spawn(|| source.migrate(route, &config, session, &Unobserved));
             beside(beside_it);

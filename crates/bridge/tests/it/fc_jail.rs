@@ -1,7 +1,6 @@
 //! Firecracker processes with a root and a mount namespace of their own, as the jailer makes them.
 
-use crate::fc::Hosts;
-use pageferry_bridge::fc::Source;
+use crate::fc::{Hosts, source_at, take};
 use pageferry_testkit::firecracker::Quirk;
 use pageferry_testkit::wait_until;
 use std::path::Path;
@@ -83,16 +82,14 @@ fn an_api_socket_is_found_in_a_jail_by_other_paths() {
     let Some(hosts) = Hosts::in_jails(&[12 << 20], [Quirk::Right; 2]) else {
         return;
     };
-    let mut options = hosts.source_options();
+    let api = hosts.source_options().api;
     let link = hosts.directory.join("link");
-    std::os::unix::fs::symlink(&options.api, &link).unwrap();
-    options.api = link;
-    drop(Source::take(&options).unwrap());
+    std::os::unix::fs::symlink(&api, &link).unwrap();
+    drop(take(source_at(&link)).unwrap());
     check_nothing_is_left(&hosts);
     // A second name of the socket outside.
     let outside = hosts.directory.join("outside");
     std::fs::hard_link(&hosts.apis[0], &outside).unwrap();
-    options.api = outside;
-    let error = Source::take(&options).unwrap_err().to_string();
+    let error = take(source_at(&outside)).unwrap_err().to_string();
     assert!(error.contains("does not lie below the root"), "{error}");
 }

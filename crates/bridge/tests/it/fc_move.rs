@@ -1,7 +1,7 @@
 //! VMs of Firecracker move, and continue with their memory.
 
 use crate::fc::{Hosts, PAGES, route_by};
-use pageferry_bridge::fc::Overrides;
+use pageferry_bridge::foreign::Overrides;
 use pageferry_migration::Switch;
 use pageferry_testkit::HugePages;
 use pageferry_testkit::firecracker::Quirk;
@@ -58,7 +58,7 @@ fn a_vm_of_firecracker_finds_other_devices_at_its_destination() {
         clock_realtime: true,
     };
     let route = hosts.route();
-    let moved = hosts.migrate_to(&target, &route, |_| ());
+    let moved = hosts.migrate_to(&mut target, &route, |_| ());
     moved.sent.unwrap();
     moved.received.unwrap();
     let loaded = hosts.target.status().loaded;

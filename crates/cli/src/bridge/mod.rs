@@ -1,41 +1,51 @@
 //! The VMs of other VMMs: `migrate --vm ch:..` and `receive --for ch:..`, or `fc:..`. And
 //! `restore --for ch:..`.
 
-mod ch;
-mod fc;
 mod moves;
 mod restore;
 
 use crate::args::{MigrateArgs, ReceiveArgs, RestoreArgs};
 use crate::exit::{Exit, Failure};
 use crate::host::{Host, StopRequests};
+use crate::output;
 use crate::progress::Feed;
 use crate::signals::Interrupts;
-use pageferry_bridge::ch::LeftBehind;
-use pageferry_bridge::fc::Overrides;
+use pageferry_bridge::foreign::{ForeignVmm, LeftBehind, Overrides};
+use pageferry_bridge::{CLOUD_HYPERVISOR, FIRECRACKER, FOREIGN};
 use pageferry_migration::Incoming;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::str::FromStr;
 use std::sync::Arc;
 
 /// A process of another VMM, by its API socket.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Vmm {
-    CloudHypervisor(PathBuf),
-    Firecracker(PathBuf),
+#[derive(Clone)]
+pub(crate) struct Vmm {
+    kind: &'static dyn ForeignVmm,
+    api: PathBuf,
+}
+
+impl std::fmt::Debug for Vmm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}", self.kind.names().prefix, self.api.display())
+    }
 }
 
 impl FromStr for Vmm {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text.split_once(':') {
-            Some(("ch", path)) if !path.is_empty() => Ok(Self::CloudHypervisor(path.into())),
-            Some(("fc", path)) if !path.is_empty() => Ok(Self::Firecracker(path.into())),
-            _ => Err(format!(
-                "'{text}' is no VMM: expected ch:API_SOCKET or fc:API_SOCKET"
-            )),
-        }
+        let of = |kind: &&'static dyn ForeignVmm| {
+            let path = text.strip_prefix(kind.names().prefix)?.strip_prefix(':')?;
+            (!path.is_empty()).then(|| Self {
+                kind: *kind,
+                api: path.into(),
+            })
+        };
+        FOREIGN
+            .iter()
+            .find_map(of)
+            .ok_or_else(|| format!("'{text}' is no VMM: expected ch:API_SOCKET or fc:API_SOCKET"))
     }
 }
 
@@ -52,6 +62,10 @@ impl Vmm {
             .map_err(|why| Failure::new(Exit::Usage, why))
     }
 
+    fn is(&self, other: &dyn ForeignVmm) -> bool {
+        self.kind.names().prefix == other.names().prefix
+    }
+
     /// Moves its VM, shows the progress and the result.
     ///
     /// # Errors
@@ -61,15 +75,12 @@ impl Vmm {
         args: &MigrateArgs,
         interrupts: &Interrupts,
     ) -> Result<(), Failure> {
-        match self {
-            Self::CloudHypervisor(api) => ch::migrate(api, args, interrupts),
-            Self::Firecracker(_) if args.preserve_source => {
-                let why = "--preserve-source is for VMs of Cloud Hypervisor: a VM of Firecracker \
-                           always stays, paused";
-                Err(Failure::new(Exit::Usage, why))
-            }
-            Self::Firecracker(api) => fc::migrate(api, args, interrupts),
+        if args.preserve_source && !self.is(&CLOUD_HYPERVISOR) {
+            let why = "--preserve-source is for VMs of Cloud Hypervisor: a VM of Firecracker \
+                       always stays, paused";
+            return Err(Failure::new(Exit::Usage, why));
         }
+        moves::migrate(self, args, interrupts)
     }
 
     /// A VM that an earlier `receive` has left at it, when it was killed.
@@ -77,10 +88,7 @@ impl Vmm {
     /// # Errors
     /// When it cannot be taken over.
     pub(crate) fn left_behind(&self) -> Result<Option<LeftBehind>, Failure> {
-        match self {
-            Self::CloudHypervisor(api) => ch::left_behind(api),
-            Self::Firecracker(_) => Ok(None),
-        }
+        Ok(self.kind.left_behind(&self.api)?)
     }
 
     /// Checks that flags of `receive` are for this VMM, or for none.
@@ -89,7 +97,7 @@ impl Vmm {
     /// When overrides are for another one.
     pub(crate) fn check(vmm: Option<&Self>, args: &ReceiveArgs) -> Result<(), Failure> {
         let overrides = args.firecracker.overrides() != Overrides::default();
-        if overrides && !matches!(vmm, Some(Self::Firecracker(_))) {
+        if overrides && !vmm.is_some_and(|vmm| vmm.is(&FIRECRACKER)) {
             let why = "--network-override, --vsock-path and --clock-realtime are for VMs of \
                        Firecracker: expected --for fc:API_SOCKET";
             return Err(Failure::new(Exit::Usage, why));
@@ -106,14 +114,12 @@ impl Vmm {
         args: &RestoreArgs,
         interrupts: &Interrupts,
     ) -> Result<(), Failure> {
-        match self {
-            Self::CloudHypervisor(api) => restore::restore(api, args, interrupts),
-            Self::Firecracker(_) => {
-                let why = "--for restores snapshots of Cloud Hypervisor (ch:API_SOCKET): for those \
-                           of Firecracker use `pageferry pager run`";
-                Err(Failure::new(Exit::Usage, why))
-            }
+        if !self.is(&CLOUD_HYPERVISOR) {
+            let why = "--for restores snapshots of Cloud Hypervisor (ch:API_SOCKET): for those \
+                       of Firecracker use `pageferry pager run`";
+            return Err(Failure::new(Exit::Usage, why));
         }
+        restore::restore(&self.api, args, interrupts)
     }
 
     /// Receives an offered VM into it, or goes on with one that was left behind.
@@ -127,11 +133,20 @@ impl Vmm {
         feed: &Arc<Feed>,
         stops: &mut StopRequests<'_>,
     ) -> Result<(), Failure> {
-        match self {
-            Self::CloudHypervisor(api) => ch::take_in(api, left, coming, feed, stops),
-            Self::Firecracker(api) => fc::take_in(api, coming, feed, stops),
-        }
+        moves::take_in(self, left, coming, feed, stops)
     }
+}
+
+/// The command of a process that keeps a VM's descriptors.
+fn keeper() -> Option<Command> {
+    let program = std::env::current_exe().ok().filter(|path| path.exists());
+    let Some(program) = program else {
+        output::note("this program is not at its path any more: if it dies, so may the VM");
+        return None;
+    };
+    let mut command = Command::new(program);
+    command.arg("keep");
+    Some(command)
 }
 
 #[cfg(test)]
@@ -141,15 +156,15 @@ mod tests {
     #[test]
     fn a_vmm_is_named_by_its_api_socket() {
         let vmm = |text: &str| text.parse::<Vmm>();
-        let path = || "/run/vmm.sock".into();
-        assert_eq!(vmm("ch:/run/vmm.sock"), Ok(Vmm::CloudHypervisor(path())));
-        assert_eq!(vmm("fc:/run/vmm.sock"), Ok(Vmm::Firecracker(path())));
+        for text in ["ch:/run/vmm.sock", "fc:/run/vmm.sock"] {
+            assert_eq!(format!("{:?}", vmm(text).unwrap()), text);
+        }
         for wrong in ["ch:", "fc:", "/run/vmm.sock", "qemu:/run/q"] {
             let why = vmm(wrong).unwrap_err();
             assert!(why.contains("expected ch:API_SOCKET or fc:API_SOCKET"));
         }
-        assert_eq!(Vmm::of(Some(Path::new("web"))).unwrap(), None);
-        assert_eq!(Vmm::of(None).unwrap(), None);
+        assert!(Vmm::of(Some(Path::new("web"))).unwrap().is_none());
+        assert!(Vmm::of(None).unwrap().is_none());
         assert!(Vmm::of(Some(Path::new("fc:"))).is_err());
     }
 }

@@ -3,6 +3,7 @@
 //! **Mechanism.** The crate `bridge` moves. A [`Host`] without a VM of its own serves the control
 //! socket, so `status`, `watch`, `set`, `recover`, `abandon` and `cancel` work as for other VMs.
 
+use super::{Vmm, keeper};
 use crate::args::{MigrateArgs, ReceiveArgs};
 use crate::control::protocol::ErrorLine;
 use crate::control::server::Server;
@@ -17,13 +18,13 @@ use crate::receive::check_limits;
 use crate::report::{Conditions, Received, Report, Sent};
 use crate::signals::Interrupts;
 use crate::{output, sockets, wall_clock};
-use pageferry_bridge::ch::end_keepers;
+use pageferry_bridge::foreign::{
+    LeftBehind, Pause, ReceiveError, ReceiverOptions, SourceError, SourceOptions, end_keepers,
+    receive,
+};
 use pageferry_harness::size;
 use pageferry_machine::Backing;
-use pageferry_migration::{
-    Destination, DestinationReport, Incoming, Observer, Phase, Route, SourceConfig, SourceReport,
-    SourceSession, check,
-};
+use pageferry_migration::{DestinationVm, Incoming, Phase, Route, SourceSession, check};
 use pageferry_transport::TLS_VERSION;
 use serde_json::json;
 use std::sync::Arc;
@@ -31,50 +32,37 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-/// A VM that its VMM gives to a migration.
-pub(super) trait Sending: Send + Sync + 'static {
-    fn migrate(
-        &self,
-        route: &Route,
-        config: &SourceConfig,
-        session: &SourceSession,
-        observer: &dyn Observer,
-    ) -> Result<SourceReport, Failure>;
-    fn vcpus(&self) -> u32;
-    fn memory_bytes(&self) -> u64;
-    /// The times in which the VMM stopped the VM, and then saved it, if it tells.
-    fn pause(&self) -> Option<(Duration, Duration)>;
-    /// A sentence for the end of the move, if there is one.
-    fn remark(&self) -> Option<&'static str>;
-}
-
-/// The names of a VMM.
-pub(super) struct Names {
-    /// For people.
-    pub(super) vmm: &'static str,
-    /// In reports.
-    pub(super) engine: &'static str,
-    /// Before the VMM's API socket, and in the name of the control socket.
-    pub(super) prefix: &'static str,
-}
-
 /// A VM that has not come.
-pub(super) struct NotCome {
-    pub(super) failure: Failure,
+struct NotCome {
+    failure: Failure,
     /// The VM stays at its source, so the host may wait for it again.
-    pub(super) stays: bool,
+    stays: bool,
 }
 
-/// Moves a VM that `take` takes from its VMM, shows its progress and its result.
+impl From<ReceiveError> for NotCome {
+    fn from(error: ReceiveError) -> Self {
+        let stays = match &error {
+            ReceiveError::Refused(_) => true,
+            ReceiveError::Migration(failure) => failure.vm == DestinationVm::Discarded,
+            _ => false,
+        };
+        Self {
+            failure: error.into(),
+            stays,
+        }
+    }
+}
+
+/// Moves the VM of another VMM, shows its progress and its result.
 ///
 /// # Errors
 /// Why it did not move, and where it is.
-pub(super) fn migrate<S: Sending>(
-    names: &Names,
+pub(super) fn migrate(
+    vmm: &Vmm,
     args: &MigrateArgs,
     interrupts: &Interrupts,
-    take: impl FnOnce(&dyn Fn() -> bool) -> Result<S, Failure>,
 ) -> Result<(), Failure> {
+    let names = vmm.kind.names();
     let config = options(args).config(args.source.precopy_passes);
     let config = config.map_err(|why| Failure::new(Exit::Usage, why))?;
     let route = Route::To(args.to.clone());
@@ -99,7 +87,16 @@ pub(super) fn migrate<S: Sending>(
     let _server = server
         .inspect_err(|why| output::note(&format!("no control socket: {why}")))
         .ok();
-    let source = Arc::new(take(&|| interrupts.any())?);
+    let mut given = SourceOptions {
+        api: vmm.api.clone(),
+        preserve: args.preserve_source,
+        keeper: keeper(),
+    };
+    let taken = vmm.kind.depart(&mut given, &|| interrupts.any());
+    let source = Arc::new(taken.map_err(SourceError::from)?);
+    if source.goes_on() {
+        output::note("going on with the move that an earlier `migrate` left behind");
+    }
     let session = Arc::new(SourceSession::new().map_err(Failure::from)?);
     session.prepare(config.settings);
     host.set_session(&session);
@@ -120,7 +117,7 @@ pub(super) fn migrate<S: Sending>(
         .name("migration".into())
         .spawn(move || {
             let result = catch_defect(|| sent.migrate(&route, &config, &over, &watch));
-            let _ = sender.send(result.and_then(|result| result));
+            let _ = sender.send(result.and_then(|result| Ok(result?)));
         })
         .map_err(|e| Failure::os("cannot start the migration's thread", e))?;
     let mut stops = StopRequests::new(interrupts, Some(&host));
@@ -171,10 +168,12 @@ pub(super) fn migrate<S: Sending>(
     host.set_activity(Activity::Left { to: to.clone() });
     let mut half = Sent::new(&sent, Backing::Shmem, Vec::new());
     let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-    half.vmm_pause_ns = source.pause().map(|(stop, save)| (ns(stop), ns(save)));
+    half.vmm_pause_ns = source
+        .pause()
+        .map(|Pause { stop, save }| (ns(stop), ns(save)));
     let report = Report {
         engine: names.engine.into(),
-        vcpus: source.vcpus(),
+        vcpus: source.vcpus().unwrap_or_default(),
         memory_bytes: source.memory_bytes(),
         sent: Some(half),
         received: None,
@@ -183,36 +182,29 @@ pub(super) fn migrate<S: Sending>(
         conditions: Conditions::here(format!("to {to}")).with(&settings),
     };
     show_report(&report, args);
-    if let Some(remark) = source.remark() {
-        output::note(remark);
+    if source.keeps_vm() {
+        output::note(&format!(
+            "the old {} process has the paused VM: end it, and never resume it",
+            names.vmm
+        ));
     }
     Ok(())
 }
 
-/// Receives an offered VM into a VMM by `receive`, which has two questions: whether to stop a move,
-/// and whether to stop what follows it. The host waits again ([`Activity::Waiting`]) if the VM
-/// stays at its source.
+/// Receives an offered VM into another VMM, until that has all of it. Or goes on with one that was
+/// left behind. The host waits again ([`Activity::Waiting`]) if the VM stays at its source.
 ///
 /// # Errors
 /// Why it did not come, and where it is.
-pub(super) fn take_in<R>(
-    names: &Names,
-    vcpus: Option<u32>,
+pub(super) fn take_in(
+    vmm: &Vmm,
+    left: Option<LeftBehind>,
     (host, incoming, args): (&Arc<Host>, Incoming, &ReceiveArgs),
     feed: &Arc<Feed>,
     stops: &mut StopRequests<'_>,
-    receive: R,
-) -> Result<(), Failure>
-where
-    R: FnOnce(
-            &Arc<Destination>,
-            Incoming,
-            [&dyn Fn() -> bool; 2],
-            &dyn Observer,
-        ) -> Result<DestinationReport, NotCome>
-        + Send
-        + 'static,
-{
+) -> Result<(), Failure> {
+    let names = vmm.kind.names();
+    let vcpus = vmm.kind.vcpus(&incoming.offer().guest);
     if let Err(failure) = check_limits(incoming.offer(), args) {
         incoming.refuse(&failure.message);
         return Err(failure);
@@ -235,12 +227,34 @@ where
     let (sender, outcome) = channel();
     let there = Arc::clone(&destination);
     let (stopping, cutting) = (Arc::clone(&stop), Arc::clone(&cut));
+    let (kind, mut given) = (
+        vmm.kind,
+        ReceiverOptions {
+            api: vmm.api.clone(),
+            keeper: keeper(),
+            overrides: args.firecracker.overrides(),
+        },
+    );
     std::thread::Builder::new()
         .name("migration".into())
         .spawn(move || {
             let stop = || stopping.load(Ordering::Acquire);
             let cut = || cutting.load(Ordering::Acquire);
-            let result = catch_defect(|| receive(&there, incoming, [&stop, &cut], &watch));
+            let result = catch_defect(|| {
+                let (report, arrival) = match left {
+                    Some(left) => {
+                        let arrival = left.arrive(&there).map_err(ReceiveError::Refused);
+                        let arrival = arrival.map_err(NotCome::from)?;
+                        (arrival.receive(incoming, &stop, &watch)?, arrival)
+                    }
+                    None => receive(kind, &mut given, &there, incoming, &stop, &watch)?,
+                };
+                arrival.serve(&cut).map_err(|why| NotCome {
+                    failure: why.into(),
+                    stays: false,
+                })?;
+                Ok::<_, NotCome>(report)
+            });
             let _ = sender.send(result);
         })
         .map_err(|e| Failure::os("cannot start the migration's thread", e))?;

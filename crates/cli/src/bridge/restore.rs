@@ -3,16 +3,16 @@
 //! **Mechanism.** The crate `bridge` restores, in a thread. This one answers requests to stop. Once
 //! the VM may run, the first of them waits for its memory, and the second one ends it.
 
-use super::ch::{class, keeper};
+use super::keeper;
 use crate::args::RestoreArgs;
-use crate::exit::{Exit, Failure};
+use crate::exit::{Exit, Failure, of_vmm};
 use crate::host::{Answers, StopRequests, catch_defect, wait_for_outcome};
 use crate::output;
 use crate::signals::Interrupts;
 use pageferry_bridge::ch::{
-    RestoreOptions, RestoreReport, Restoring, Snapshot, SnapshotError, end_keepers,
-    restore as restore_into,
+    RestoreOptions, RestoreReport, Restoring, Snapshot, SnapshotError, restore as restore_into,
 };
+use pageferry_bridge::foreign::end_keepers;
 use pageferry_charts::time;
 use pageferry_harness::size::human;
 use pageferry_pager::{Format, SourceError};
@@ -105,7 +105,7 @@ pub(super) fn restore(
     let ended = ended.inspect_err(|_| end_keepers())?;
     // It has sent its outcome.
     let _ = thread.join();
-    let report = ended?.map_err(|why| match class(&why) {
+    let report = ended?.map_err(|why| match of_vmm(&why) {
         Exit::Cancelled => Failure::new(Exit::Cancelled, "cancelled: no VM was restored"),
         exit => Failure::new(exit, why.to_string()),
     })?;

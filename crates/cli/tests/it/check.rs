@@ -43,7 +43,7 @@ fn a_plain_destination_is_checked_and_stays_ready() {
         assert_eq!(ended.stdout, says);
     }
     let json = checked(&source, &destination.address, &["--json".into()]).json();
-    assert_eq!((&json["version"], &json["tls"]), (&6.into(), &().into()));
+    assert_eq!((&json["version"], &json["tls"]), (&7.into(), &().into()));
     assert_eq!(status(&source.socket).unwrap()["state"], "running");
     assert_ready(source, destination, &[]);
 }

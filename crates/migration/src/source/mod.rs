@@ -500,16 +500,18 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     fn feed(&mut self, event: Event) {
         let (next, actions) = step(&self.state, event);
-        let before = std::mem::replace(&mut self.state, next);
-        let handed_over = self.state.has_handed_over() && !before.has_handed_over();
+        let handed_over = next.has_handed_over() && !self.state.has_handed_over();
         if handed_over {
             // Before `Go`: another process must know of it.
             let missing = self.record.report.missing_at_start;
-            let observer = self.record.observer;
-            observer.handing_over(self.session_record, missing);
+            let noted = self.record.observer;
+            if let Err(why) = noted.handing_over(self.session_record, missing) {
+                return self.fail(MigrationError::os("cannot note the hand-over", why));
+            }
             // A loss that the session survives is no reason for its end.
             self.error = None;
         }
+        let before = std::mem::replace(&mut self.state, next);
         for action in actions {
             if let Err(error) = self.perform(action) {
                 self.fail(error);
@@ -781,6 +783,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
     }
 
     fn start_push(&mut self) {
+        self.record.observer.runs_there();
         let urgent = self.shared.figures.urgent.load(Ordering::Relaxed);
         self.quiet = (urgent, Instant::now());
         self.shared.set_mode(if self.config.push_after.is_zero() {

@@ -74,6 +74,10 @@ pub enum Quirk {
     RefuseConfig,
     /// As a receiver, it refuses State.
     RefuseState,
+    /// A disk is missing: it opens its devices behind its vCPUs.
+    RefuseDisk,
+    /// A disk is locked: it takes its locks last.
+    RefuseLock,
     /// As a receiver, it dies when it has Config.
     ReceiverDiesAtConfig,
     /// As a receiver, it dies when it has State.
@@ -87,7 +91,7 @@ pub enum Quirk {
 }
 
 impl Quirk {
-    const ALL: [Self; 32] = [
+    const ALL: [Self; 34] = [
         Self::Right,
         Self::Version,
         Self::Command,
@@ -115,6 +119,8 @@ impl Quirk {
         Self::DieAtComplete,
         Self::RefuseConfig,
         Self::RefuseState,
+        Self::RefuseDisk,
+        Self::RefuseLock,
         Self::ReceiverDiesAtConfig,
         Self::ReceiverDiesAtState,
         Self::ReceiverDiesAtFaults,

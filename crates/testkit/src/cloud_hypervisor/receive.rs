@@ -89,8 +89,8 @@ fn map(config: &[u8], fds: &mut Vec<(u32, OwnedFd)>) -> Result<Vec<Region>, Stri
     mappings.iter().map(map).collect()
 }
 
-/// Loads State, with an access to guest memory. In post-copy it first waits for the connection for
-/// page faults, at `listener`.
+/// Loads State, in the steps of the real one: the connection for page faults (at `listener`, in
+/// post-copy), its vCPUs, for which KVM reads the page of a clock, its devices, and its locks.
 fn load(
     vmm: &Arc<Vmm>,
     listener: Option<&UnixListener>,
@@ -116,9 +116,13 @@ fn load(
     if let Some(faults) = faults {
         start_serving(vmm, &guest, faults)?;
     }
-    // KVM reads the page of a vCPU's clock here.
     guest.touch(0);
-    Ok(())
+    let refused = |why: &str| Err(format!(r#"["Error restoring VM","{why}"]"#));
+    match vmm.config.quirk {
+        Quirk::RefuseDisk => refused("Error opening disk: No such file or directory"),
+        Quirk::RefuseLock => refused("Failed to acquire an advisory lock of a disk"),
+        _ => Ok(()),
+    }
 }
 
 /// Registers guest memory, and starts the thread that asks for its pages.

@@ -48,6 +48,8 @@ pub enum Quirk {
     MoreMemory,
     /// It refuses the snapshot, and ends.
     RefuseLoad,
+    /// A tap is busy: it opens its devices behind its vCPUs, refuses, and ends.
+    RefuseDevice,
     /// It ends before the handshake.
     DieAtLoad,
     /// Its handshake has a region less.
@@ -57,7 +59,7 @@ pub enum Quirk {
 }
 
 impl Quirk {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 14] = [
         Self::Right,
         Self::RefusePause,
         Self::RefuseCreate,
@@ -68,6 +70,7 @@ impl Quirk {
         Self::Pool,
         Self::MoreMemory,
         Self::RefuseLoad,
+        Self::RefuseDevice,
         Self::DieAtLoad,
         Self::ShortHandshake,
         Self::DieAtResume,
@@ -362,7 +365,8 @@ impl Vmm {
         memory.sync_all().map_err(failed)
     }
 
-    /// Loads a snapshot. It reads a page before it answers, as the real one may.
+    /// Loads a snapshot, in the steps of the real one: the state, the handshake, its vCPUs, for which
+    /// KVM reads the page of a clock, its devices, and the answer.
     fn load(&self, body: &Value) -> Result<(), String> {
         if self.guest().is_some() {
             return Err("there is a VM".into());
@@ -398,6 +402,9 @@ impl Vmm {
         std::mem::forget(uffd);
         let guest = start(memory, &state);
         guest.read(guest.memory.pages() / 2);
+        if self.quirk == Quirk::RefuseDevice {
+            return Err("Open tap device failed: Resource busy".into());
+        }
         *self.guest.lock().expect("no thread panics here") = Some(guest);
         *self.loaded.lock().expect("no thread panics here") = body.clone();
         if body["resume_vm"] == true {

@@ -2,8 +2,7 @@
 //!
 //! **Guarantee.** One process at a time has the VM: the keeper gives its descriptors to a second
 //! one when the first is gone. It ends when it is told to, and when its first process died before
-//! there was something to keep. At a destination it also ends when Cloud Hypervisor has closed its
-//! connection for page faults.
+//! there was something to keep. At a destination it also ends when the VMM has closed its connection.
 //!
 //! **Mechanism.** The keeper is a child in a session of its own. It gets the descriptors by a
 //! socket, and does nothing with them. That socket is the first process's *lease*: it ends with
@@ -11,9 +10,9 @@
 //! and its connection is the lease from then on. At its end the keeper removes the files beside the
 //! API.
 
-use super::error::ChError;
-use super::kept::{STATE, is_kept};
-use super::link;
+use super::VmmError;
+use super::api::Api;
+use super::descriptors;
 use pageferry_hostfs::{Owner, listen_at, remove_directory};
 use pageferry_pager::Shared;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -28,17 +27,26 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-/// The most descriptors: those of [`Kept`](super::kept::Kept), and a memfd for each mapping.
-const MOST: usize = super::kept::FIXED + super::wire::MAX_MAPPINGS;
+/// The most descriptors. Cloud Hypervisor has one for each mapping of guest RAM.
+pub(crate) const MOST: usize = 72;
 const BUSY: u8 = b'b';
 const END: u8 = b'e';
-/// The longest wait for the other side.
-const LIMIT: Duration = Duration::from_secs(5);
+const ADD: u8 = b'a';
+/// The longest wait for the other side, which may be on a busy host.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The longest wait for a Firecracker that writes its snapshot.
+const RESUME_LIMIT: Duration = Duration::from_secs(600);
+
+/// The number of a mapped file that says how far its VM is: from 1 on it outlives its process.
+pub(super) const STATE: usize = 0;
+/// Whether a Firecracker has paused its VM, and is to resume it if its process dies before that.
+pub(super) const PAUSE_ASKED: usize = 1;
 
 /// The end of a move, or a restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum End {
+pub(crate) enum End {
     Source = b's',
     Destination = b'd',
     Restore = b'r',
@@ -63,14 +71,11 @@ pub fn end_keepers() {
     }
 }
 
-/// A VM taken from its keeper: the right to it, the first `N` descriptors, and those of RAM.
-type Taken<const N: usize> = (Lease, [OwnedFd; N], Vec<OwnedFd>);
-
 /// The right to a VM. When its process dies, the keeper waits for the next one.
-pub(super) struct Lease(Arc<UnixStream>);
+pub(crate) struct Lease(Arc<UnixStream>);
 
 impl Lease {
-    pub(super) fn new(stream: UnixStream) -> Self {
+    pub(crate) fn new(stream: UnixStream) -> Self {
         let stream = Arc::new(stream);
         let mut leases = LEASES.lock().unwrap_or_else(PoisonError::into_inner);
         leases.retain(|lease| lease.strong_count() > 0);
@@ -79,15 +84,15 @@ impl Lease {
     }
 
     /// Starts a keeper by `command`, which calls [`keep`], and gives it the descriptors. The first
-    /// is the connection to Cloud Hypervisor, the second the file of [`Shared`].
-    pub(super) fn start(
+    /// is the file of [`Shared`]. At a destination the second is a connection to the VMM.
+    pub(crate) fn start(
         command: &mut Command,
         end: End,
         api: &Path,
         meeting: &Path,
         fds: &[BorrowedFd<'_>],
-    ) -> Result<Self, ChError> {
-        let failed = |e| ChError::io("cannot start a process that keeps the VM's descriptors", e);
+    ) -> Result<Self, VmmError> {
+        let failed = |e| VmmError::io("cannot start a process that keeps the VM's descriptors", e);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         command
             .stdin(Stdio::from(OwnedFd::from(theirs)))
@@ -96,11 +101,11 @@ impl Lease {
             .stderr(Stdio::null());
         let mut child = command.spawn().map_err(failed)?;
         std::thread::Builder::new()
-            .name("ch-keeper".into())
+            .name("vmm-keeper".into())
             .spawn(move || child.wait())
             .map_err(failed)?;
         let mut said = vec![end as u8];
-        said.extend_from_slice(socket_of(api).as_os_str().as_bytes());
+        said.extend_from_slice(api.as_os_str().as_bytes());
         said.push(0);
         said.extend_from_slice(meeting.as_os_str().as_bytes());
         send(&ours, &said, fds).map_err(failed)?;
@@ -116,10 +121,17 @@ impl Lease {
         }
     }
 
-    /// Takes the VM over from the keeper of an API socket. `None` if there is no keeper.
-    pub(super) fn of<const N: usize>(api: &Path, end: End) -> Result<Option<Taken<N>>, ChError> {
+    /// Gives the keeper more descriptors.
+    pub(super) fn add(&self, fds: &[BorrowedFd<'_>]) -> Result<(), VmmError> {
+        let sent = send(&self.0, &[ADD], fds);
+        sent.map_err(|e| VmmError::io("cannot give a keeper the VM's descriptors", e))
+    }
+
+    /// Takes the VM over from the keeper of an API socket, with all descriptors. `None` if there is
+    /// no keeper.
+    pub(super) fn of(api: &Path, end: End) -> Result<Option<(Self, Vec<OwnedFd>)>, VmmError> {
         let path = socket_of(api);
-        let failed = |e| ChError::io(format!("cannot take the VM over at {}", path.display()), e);
+        let failed = |e| VmmError::io(format!("cannot take the VM over at {}", path.display()), e);
         let stream = match UnixStream::connect(&path) {
             Ok(stream) => stream,
             Err(e)
@@ -134,20 +146,14 @@ impl Lease {
         };
         check_user(&stream).map_err(failed)?;
         stream.set_read_timeout(Some(LIMIT)).map_err(failed)?;
-        let (said, mut fds) = match receive(&stream, 1) {
+        let (said, fds) = match receive(&stream, 1) {
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
             received => received.map_err(failed)?,
         };
         let why = match said[..] {
             // A keeper that ends just now.
             [] => return Ok(None),
-            [here] if here == end as u8 => {
-                let ram = fds.split_off(N.min(fds.len()));
-                let first = <[OwnedFd; N]>::try_from(fds).map_err(|fds| {
-                    ChError::Kept(format!("{} descriptors, expected {N}", fds.len()))
-                })?;
-                return Ok(Some((Self::new(stream), first, ram)));
-            }
+            [here] if here == end as u8 => return Ok(Some((Self::new(stream), fds))),
             [BUSY] => "another process of pageferry has it",
             [b'd'] => "it arrives here: start `pageferry receive` again",
             [b'r'] => "it is being restored: start `pageferry restore` again",
@@ -157,7 +163,7 @@ impl Lease {
     }
 
     /// Ends the keeper. The VM then has nobody but this process.
-    pub(super) fn end(&self) {
+    pub(crate) fn end(&self) {
         let _ = (&*self.0).write_all(&[END]);
     }
 }
@@ -178,18 +184,16 @@ pub fn keep() -> io::Result<()> {
         let path: &Path = std::ffi::OsStr::from_bytes(path).as_ref();
         path
     });
-    let (Some(path), Some(meeting), [link, shared, ..]) = (paths.next(), paths.next(), &fds[..])
-    else {
+    let (Some(api), Some(meeting), false) = (paths.next(), paths.next(), fds.is_empty()) else {
         return Err(io::Error::other("no descriptors came"));
     };
+    let path = &*socket_of(api);
     let (listener, file) = listen_at(path, &Owner::default()).map_err(|why| {
         let _ = (&lease).write_all(format!(" {why}").as_bytes());
         io::Error::other(why)
     })?;
     (&lease).write_all(&[*end])?;
-    // A Cloud Hypervisor that a VM has left ends, and its memory must not.
-    let ends_with = (*end != End::Source as u8).then_some(link);
-    let kept = wait(lease, &listener, (ends_with, shared), &fds, *end);
+    let kept = wait(lease, &listener, fds, *end, api);
     drop(file);
     // The first process removes it, unless it was killed.
     remove_directory(meeting);
@@ -199,15 +203,17 @@ pub fn keep() -> io::Result<()> {
 fn wait(
     lease: UnixStream,
     listener: &UnixListener,
-    (ends_with, shared): (Option<&OwnedFd>, &OwnedFd),
-    fds: &[OwnedFd],
+    mut fds: Vec<OwnedFd>,
     end: u8,
+    api: &Path,
 ) -> io::Result<()> {
     let mut lease = Some(lease);
     loop {
+        // A VMM that a VM has left ends, and its memory must not.
+        let of_vmm = fds.get(2).filter(|_| end != End::Source as u8);
         let mut polled = vec![
             // The kernel reports an end always.
-            PollFd::new(ends_with.unwrap_or(shared), PollFlags::empty()),
+            PollFd::new(of_vmm.unwrap_or(&fds[0]), PollFlags::empty()),
             PollFd::new(listener, PollFlags::IN),
         ];
         if let Some(lease) = &lease {
@@ -222,12 +228,20 @@ fn wait(
         if ended {
             return Ok(());
         }
-        if spoke && let Some(mut stream) = lease.take() {
-            let mut said = [0];
-            match stream.read(&mut said) {
-                Ok(1) if said == [END] => return Ok(()),
+        if spoke && let Some(stream) = lease.take() {
+            match receive(&stream, 1) {
+                Ok((said, more)) if said == [ADD] => {
+                    fds.extend(more);
+                    lease = Some(stream);
+                }
+                Ok((said, _)) if said == [END] => return Ok(()),
                 // Until then, the VM is at its source and runs there, or has not begun.
-                _ if !is_kept(number(shared, STATE)?) => return Ok(()),
+                _ if number(&fds[0], STATE)? == 0 => {
+                    if number(&fds[0], PAUSE_ASKED)? != 0 {
+                        resume(api);
+                    }
+                    return Ok(());
+                }
                 _ => {}
             }
         }
@@ -249,6 +263,16 @@ fn wait(
     }
 }
 
+/// Lets a VM of Firecracker run again that a process of ours has paused and not handed over. It
+/// writes its snapshot meanwhile, which may take long.
+fn resume(api: &Path) {
+    let body = serde_json::json!({ "state": "Resumed" });
+    let resumed = Api::new(api).and_then(|api| api.call("PATCH /vm", Some(&body), RESUME_LIMIT));
+    if let Err(why) = resumed {
+        tracing::error!(%why, "a VM stays paused at its source");
+    }
+}
+
 fn number(shared: &OwnedFd, index: usize) -> io::Result<u64> {
     let mut bytes = [0; 8];
     rustix::io::pread(shared, &mut bytes, Shared::place_of(index))?;
@@ -266,7 +290,7 @@ fn check_user(stream: &UnixStream) -> io::Result<()> {
 
 fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
-    match link::send(to, bytes, &mut space, fds)? {
+    match descriptors::send(to, bytes, &mut space, fds)? {
         all if all == bytes.len() => Ok(()),
         _ => Err(io::ErrorKind::WriteZero.into()),
     }
@@ -276,7 +300,7 @@ fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()>
 fn receive(from: &UnixStream, most: usize) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
     let (mut bytes, mut fds) = (vec![0; most], Vec::new());
-    let got = link::receive(from, &mut bytes, &mut space, &mut fds)?;
+    let got = descriptors::receive(from, &mut bytes, &mut space, &mut fds)?;
     bytes.truncate(got);
     Ok((bytes, fds))
 }

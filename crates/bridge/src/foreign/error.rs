@@ -1,14 +1,13 @@
-//! The errors of the seams to Cloud Hypervisor.
+//! The errors of the seams to other VMMs.
 
-use super::wire::WireError;
 use pageferry_machine::MachineError;
 use std::io;
 use std::time::Duration;
 
-/// An error between us and a Cloud Hypervisor process.
+/// An error between us and the process of another VMM.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ChError {
+pub enum VmmError {
     /// The kernel refused a call.
     #[error("{what}: {source}")]
     Io {
@@ -17,9 +16,9 @@ pub enum ChError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// Bytes that are not of its migration protocol.
+    /// Bytes that are not of Cloud Hypervisor's migration protocol.
     #[error("Cloud Hypervisor broke its migration protocol: {0}")]
-    Wire(#[from] WireError),
+    Wire(String),
     /// A command out of order.
     #[error("Cloud Hypervisor sent {found} where {expected} was due")]
     Order {
@@ -29,15 +28,15 @@ pub enum ChError {
         expected: &'static str,
     },
     /// It is silent.
-    #[error("Cloud Hypervisor did not {what} within {} s", limit.as_secs())]
+    #[error("the VMM did not {what} within {} s", limit.as_secs())]
     Timeout {
         /// The action that was due.
         what: &'static str,
         /// The limit.
         limit: Duration,
     },
-    /// A connection has ended.
-    #[error("Cloud Hypervisor closed its connection while we waited for it to {0}")]
+    /// It has closed a connection.
+    #[error("the VMM closed its connection while we waited for it to {0}")]
     Closed(&'static str),
     /// An error response.
     #[error("Cloud Hypervisor refused to {0}: its log has the reason")]
@@ -46,24 +45,40 @@ pub enum ChError {
     #[error("Cloud Hypervisor abandoned the migration: its log has the reason")]
     Abandoned,
     /// An answer of its API.
-    #[error(
-        "the API of Cloud Hypervisor answered {endpoint} by {status}{}",
-        text(body)
-    )]
+    #[error("the VMM's API answered {endpoint} by {status}{}", text(body))]
     Api {
-        /// The endpoint.
-        endpoint: String,
+        /// The method and the path.
+        endpoint: &'static str,
         /// The HTTP status.
         status: u16,
         /// The body, shortened.
         body: String,
     },
-    /// Bytes that are no answer of an API.
-    #[error("the API of Cloud Hypervisor answered by no HTTP response: {0}")]
-    Http(String),
+    /// Bytes that are no answer of this API.
+    #[error("the VMM's API answered {endpoint} by something else: {why}")]
+    Http {
+        /// The method and the path.
+        endpoint: &'static str,
+        /// The fault.
+        why: String,
+    },
     /// The state of the VM.
-    #[error("the VM is {0}: expected Running or Paused")]
-    VmState(String),
+    #[error("the VM is {found}: expected {expected}")]
+    VmState {
+        /// Its state.
+        found: String,
+        /// The states that fit.
+        expected: &'static str,
+    },
+    /// The VM's configuration, or the VMM's version.
+    #[error("this VM cannot move: {0}")]
+    Config(String),
+    /// An offer that is no VM of this VMM.
+    #[error("the offered VM does not fit: {0}")]
+    Offer(String),
+    /// The memory cannot move.
+    #[error(transparent)]
+    Memory(#[from] MachineError),
     /// Memory that is not shared.
     #[error("the VM's memory is not shared: start it with --memory shared=on")]
     NotShared,
@@ -75,23 +90,29 @@ pub enum ChError {
         /// The fault.
         why: String,
     },
-    /// The memory cannot move.
-    #[error(transparent)]
-    Memory(#[from] MachineError),
-    /// An offer that is no VM of Cloud Hypervisor.
-    #[error("the offered VM is none of Cloud Hypervisor: {0}")]
-    Offer(String),
+    /// A root directory that is not ours.
+    #[error("the VMM is in a jail: {0}")]
+    Jail(String),
+    /// A state file.
+    #[error("the state file has {0} bytes: expected 1 to {max}", max = super::MAX_STATE_BYTES)]
+    StateLength(u64),
+    /// The handshake of a userfaultfd.
+    #[error("the handshake of the VM's memory was refused: {0}")]
+    Handshake(String),
+    /// A page could not be placed in the VM's memory.
+    #[error("a page cannot be placed in the VM's memory: {0}")]
+    Place(String),
     /// A process that died has left a VM that cannot be taken over.
     #[error("the VM that a process left behind cannot be taken over: {0}")]
     Kept(String),
+    /// The VM was handed over before.
+    #[error("{0}")]
+    Moved(String),
     /// The caller asked to stop.
     #[error("the move was stopped")]
     Stopped,
     /// The receiving process has ended.
-    #[error(
-        "the receiving Cloud Hypervisor is gone after it asked for {asked} of {pages} pages, and \
-         so is the VM"
-    )]
+    #[error("the VMM is gone after it asked for {asked} of {pages} pages, and so is the VM")]
     Gone {
         /// The pages that it asked for.
         asked: u64,
@@ -100,8 +121,8 @@ pub enum ChError {
     },
 }
 
-impl ChError {
-    pub(super) fn io(what: impl Into<String>, source: impl Into<io::Error>) -> Self {
+impl VmmError {
+    pub(crate) fn io(what: impl Into<String>, source: impl Into<io::Error>) -> Self {
         Self::Io {
             what: what.into(),
             source: source.into(),
