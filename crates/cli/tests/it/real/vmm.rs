@@ -55,6 +55,14 @@ impl Kind {
         }
     }
 
+    /// The words by which a destination refuses a VM. Cloud Hypervisor tells nobody its reason.
+    pub(super) fn says(self, firecracker: &'static str) -> &'static str {
+        match self {
+            Firecracker => firecracker,
+            CloudHypervisor => "Cloud Hypervisor refused to",
+        }
+    }
+
     /// The program that the environment names, with `more` at the variable's end. `None` after a
     /// skip.
     #[track_caller]
