@@ -16,7 +16,7 @@ mod vmm;
 
 use crate::support::{Dir, Ended, Process};
 use pageferry_testkit::two_hosts::{self, Host, Link, Rate, TwoHosts};
-use pageferry_testkit::{Random, netns, rotating_seeds, skip};
+use pageferry_testkit::{netns, rotating_seeds, skip};
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -312,7 +312,7 @@ enum Victim {
     Target,
 }
 
-/// Kills at seeded moments of a move. `PAGEFERRY_REAL_KILLS` is a range of seeds.
+/// Kills at moments spread over a move. `PAGEFERRY_REAL_KILLS` is a range of seeds.
 fn kills(kind: Kind, flags: &[&str]) {
     // All pages behind the VM, slowly, or most of them before it.
     let ways = [
@@ -331,10 +331,9 @@ fn kills(kind: Kind, flags: &[&str]) {
     for seed in rotating_seeds("PAGEFERRY_REAL_KILLS", 3, 60) {
         let victim = [Victim::Migrate, Victim::Receive, Victim::Target][seed as usize % 3];
         let way = seed as usize / 3 % 2;
-        let mut random = Random::new(seed);
         // Most kills come before the end also of a move that is faster than the measured one.
-        let limit = lengths[way].as_micros() as u64 * 4 / 5;
-        let moment = Duration::from_micros(random.below(limit));
+        // Steps of the golden ratio spread any number of moments.
+        let moment = lengths[way].mul_f64((0.35 + seed as f64 * 0.618).fract() * 0.8);
         let mut scene = Scene::plain(kind).unwrap();
         print!("seed {seed}: {victim:?}, killed after {moment:?}: ");
         println!("{}", scene.kill(victim, &ways[way], moment));
