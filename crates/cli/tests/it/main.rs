@@ -33,6 +33,8 @@ mod pager_mount;
 mod paused;
 mod peers;
 mod progress;
+#[cfg(target_arch = "x86_64")]
+mod real;
 mod recovery;
 mod restore;
 mod schedules;
