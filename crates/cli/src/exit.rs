@@ -198,7 +198,7 @@ pub(crate) fn of_vmm(error: &VmmError) -> Exit {
         | VmmError::Order { .. }
         | VmmError::Http { .. }
         | VmmError::Handshake(_) => Exit::Protocol,
-        VmmError::Refused(_) | VmmError::Api { .. } | VmmError::Offer(_) => Exit::Refused,
+        VmmError::Refused(..) | VmmError::Api { .. } | VmmError::Offer(_) => Exit::Refused,
         VmmError::Stopped => Exit::Cancelled,
         VmmError::Gone { .. } => Exit::LinkLost,
         // The VM or its VMM, as it is now.

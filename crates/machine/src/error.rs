@@ -32,6 +32,9 @@ pub enum MachineError {
     /// Another VMM was to take the VM, and refuses it. See [`MachineError::refused`].
     #[error("{0}")]
     Refused(#[source] Box<dyn Error + Send + Sync>),
+    /// Another VMM had the VM. It has ended, and the VM with it. The text has the reason.
+    #[error("{0}")]
+    Gone(String),
     /// The engine cannot run the guest any further.
     #[error("vCPU {vcpu} stopped: {why}")]
     Guest {

@@ -30,9 +30,6 @@ pub enum MigrationError {
         /// The reason for the last loss of a channel, if one was lost.
         last_loss: Option<String>,
     },
-    /// The VMM that had the VM here has ended, and the VM with it.
-    #[error("{0}")]
-    VmGone(String),
     /// The peer's bytes are not Pageferry's wire format.
     #[error(transparent)]
     Wire(#[from] WireError),
@@ -157,7 +154,6 @@ impl MigrationError {
                 | Self::Os { .. }
                 | Self::OutOfMemory(_)
                 | Self::Internal(_)
-                | Self::VmGone(_)
         )
     }
 
@@ -184,10 +180,10 @@ impl MigrationError {
             Self::Wire(_) | Self::Protocol(_) => ErrorCode::Protocol,
             Self::Channel(ChannelError::Tls(error)) if error.is_damage() => ErrorCode::Protocol,
             Self::Mismatch(_) | Self::Machine(MachineError::Refused(_)) => ErrorCode::SetupRefused,
+            Self::Machine(MachineError::Gone(_)) => ErrorCode::VmGone,
             Self::Machine(_) | Self::Device { .. } => ErrorCode::Machine,
             Self::Os { .. } | Self::OutOfMemory(_) => ErrorCode::Resources,
             Self::Timeout(_) => ErrorCode::Silence,
-            Self::VmGone(_) => ErrorCode::VmGone,
             _ => ErrorCode::Internal,
         }
     }

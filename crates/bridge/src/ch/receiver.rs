@@ -193,15 +193,21 @@ impl Receiver {
         self.main
             .begin(VmmCommand::State, state, WHAT, STEP_LIMIT)?;
         let loaded = self.main.expect_ok(WHAT, limit);
-        loaded.map_err(|error| self.reason().unwrap_or(error))
+        loaded.map_err(|error| match error {
+            VmmError::Refused(what, _) => VmmError::Refused(what, self.reason()),
+            other => other,
+        })
     }
 
     /// The process's own words for its refusal, which the answer of its API has.
-    fn reason(&self) -> Option<VmmError> {
-        let call = self.call.as_ref()?;
-        let mut call = call.lock().unwrap_or_else(PoisonError::into_inner);
-        let answered = call.wait(Duration::from_secs(1)).err();
-        answered.filter(|error| matches!(error, VmmError::Api { .. }))
+    fn reason(&self) -> String {
+        let call = self.call.iter();
+        let call = call.map(|call| call.lock().unwrap_or_else(PoisonError::into_inner));
+        let answered = call.map(|mut call| call.wait(Duration::from_secs(1)));
+        match answered.last() {
+            Some(Err(VmmError::Api { body, .. })) => format!(": {body}"),
+            _ => String::new(),
+        }
     }
 
     /// Lets the VM go, and waits for the answer, which may need pages. Begins where a process

@@ -203,7 +203,7 @@ impl Status {
     pub(super) fn check(self, what: &'static str) -> Result<(), VmmError> {
         match self {
             Self::Ok => Ok(()),
-            Self::Error => Err(VmmError::Refused(what)),
+            Self::Error => Err(VmmError::Refused(what, String::new())),
         }
     }
 

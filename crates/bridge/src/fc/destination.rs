@@ -185,7 +185,7 @@ impl Guest {
             })
         };
         let placed = memory.place(pages.clone(), &bytes, &|| self.faults.bell.ring());
-        placed.map_err(MachineError::engine)?;
+        placed?;
         // SAFETY: the pages are not missing, and their bytes are needed no more.
         let ram = unsafe { self.ram.unchecked() };
         ram.punch_hole(RamPage(pages.start), pages.end - pages.start)
@@ -332,7 +332,7 @@ impl Machine for Guest {
                 at = run.end;
                 self.place(run)?;
             }
-            memory.leave().map_err(MachineError::engine)?;
+            memory.leave()?;
         }
         self.ram.disarm()
     }
@@ -349,7 +349,7 @@ impl FaultEvents for Stream {
         // Before the look: a later ring is for a later look.
         self.0.bell.hush();
         match self.0.memory.get() {
-            Some(memory) => memory.next_fault().map_err(MachineError::engine),
+            Some(memory) => Ok(memory.next_fault()?),
             None => Ok(None),
         }
     }

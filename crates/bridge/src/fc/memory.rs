@@ -344,7 +344,7 @@ impl Memory {
 
 fn cannot_place(error: RangeError) -> VmmError {
     match error.is_process_gone() {
-        true => VmmError::Place("its process has ended".into()),
+        true => VmmError::Ended,
         false => VmmError::Place(error.to_string()),
     }
 }

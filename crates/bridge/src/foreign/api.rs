@@ -16,7 +16,7 @@ const MAX_ANSWER: usize = 4 << 20;
 /// The most headers of an answer.
 const MAX_HEADERS: usize = 32;
 /// The longest body that an error quotes.
-const MAX_QUOTE: usize = 300;
+const MAX_QUOTE: usize = 800;
 /// The interval of looks at a limit.
 const WATCH: Duration = Duration::from_millis(20);
 

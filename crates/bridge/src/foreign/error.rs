@@ -38,11 +38,11 @@ pub enum VmmError {
     /// It has closed a connection.
     #[error("the VMM closed its connection while we waited for it to {0}")]
     Closed(&'static str),
-    /// An error response.
-    #[error("Cloud Hypervisor refused to {0}: its log has the reason")]
-    Refused(&'static str),
+    /// An error response, and what its API said.
+    #[error("Cloud Hypervisor refused to {0}{1}; with -v its log has more")]
+    Refused(&'static str, String),
     /// It gave up.
-    #[error("Cloud Hypervisor abandoned the migration: its log has the reason")]
+    #[error("Cloud Hypervisor abandoned the migration; with -v its log has more")]
     Abandoned,
     /// An answer of its API.
     #[error("the VMM's API answered {endpoint} by {status}{}", text(body))]
@@ -111,6 +111,9 @@ pub enum VmmError {
     /// The caller asked to stop.
     #[error("the move was stopped")]
     Stopped,
+    /// The process of the VM has ended.
+    #[error("the VMM has ended, and the VM with it")]
+    Ended,
     /// The receiving process has ended.
     #[error("the VMM is gone after it asked for {asked} of {pages} pages, and so is the VM")]
     Gone {
@@ -126,6 +129,16 @@ impl VmmError {
         Self::Io {
             what: what.into(),
             source: source.into(),
+        }
+    }
+}
+
+/// The error of a machine for one of the VMM that has its VM.
+impl From<VmmError> for MachineError {
+    fn from(error: VmmError) -> Self {
+        match error {
+            VmmError::Ended => Self::Gone(error.to_string()),
+            other => Self::engine(other),
         }
     }
 }

@@ -150,6 +150,32 @@ fn a_sender_that_dies_when_its_state_is_here_costs_nothing() {
     }
 }
 
+/// Its Cloud Hypervisor keeps the VM until the other one runs it. So the VM is where its source says,
+/// whenever the receiver fails.
+#[test]
+fn a_receiver_that_fails_around_the_hand_over_leaves_no_doubt_where_the_vm_is() {
+    for _ in 0..5 {
+        let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::EarlyFault) else {
+            return;
+        };
+        hosts.preserve = true;
+        let route = hosts.route();
+        let moved = hosts.migrate(&route, |_| ());
+        assert!(!moved.received.map(serve).is_ok_and(|served| served.is_ok()));
+        let error = moved.sent.expect_err("its receiver fails");
+        match &error {
+            SourceError::Migration(failure) => {
+                assert_eq!(failure.vm, SourceVm::Runs, "{error}");
+                assert_eq!(hosts.source.outcome().state, "Running", "{error}");
+                let status = hosts.source.verify();
+                assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+            }
+            SourceError::GivenUp(_) => assert_eq!(hosts.source.status().state, "Paused"),
+            other => panic!("{other}"),
+        }
+    }
+}
+
 /// The VM is lost with the receiver, and both ends say so. The source does not run it again.
 #[test]
 fn a_receiver_that_dies_behind_the_hand_over_is_the_end_of_the_vm() {

@@ -11,6 +11,7 @@ use crate::session::destination::{End, Event, Link};
 use crate::status::SessionStatus;
 use crate::sync::Ordering;
 use pageferry_addr::PAGE_SIZE;
+use pageferry_machine::MachineError;
 use std::time::Duration;
 
 /// The longest wait for vCPUs to park after a failure. One that sleeps inside the kernel on a
@@ -172,7 +173,7 @@ impl Supervisor<'_, '_, '_> {
         }
         tracing::error!(missing = self.guest.core.pages.missing(), %error, "the VM stays paused");
         let vm = match error {
-            MigrationError::VmGone(_) => DestinationVm::Gone,
+            MigrationError::Machine(MachineError::Gone(_)) => DestinationVm::Gone,
             _ => DestinationVm::PausedIncomplete {
                 missing: self.guest.core.pages.missing(),
                 asleep: self.guest.vm.vcpus.inside(),

@@ -71,6 +71,7 @@ use crate::status::{Board, SessionStatus};
 use crate::sync::AtomicBool;
 use crate::vm::RunningVm;
 use crate::wire::{Frame, MissingRuns, Text};
+use pageferry_machine::MachineError;
 use pageferry_transport::Quota;
 use pageferry_transport::address::Address;
 use pageferry_transport::channel::Listener;
@@ -497,7 +498,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
             Letter::AllHere => {}
             Letter::Started => self.started(),
-            Letter::Gone(why) => self.fail(MigrationError::VmGone(why)),
+            Letter::Gone(why) => self.fail(MachineError::Gone(why).into()),
             Letter::Failed => {
                 if let Some(error) = self.guest.core.take_failure() {
                     self.fail(error);

@@ -82,16 +82,18 @@ pub enum Quirk {
     ReceiverDiesAtConfig,
     /// As a receiver, it dies when it has State.
     ReceiverDiesAtState,
-    /// As a receiver, it dies when it has asked for 64 pages.
+    /// As a receiver, it dies when it has asked for 64 pages, and its VM runs.
     ReceiverDiesAtFaults,
-    /// As a receiver, it asks for a page outside RAM.
+    /// As a receiver, it asks for a page outside RAM before it is told to run its VM, or right then.
+    EarlyFault,
+    /// As a receiver, it asks for a page outside RAM when its VM runs.
     WrongFault,
-    /// As a receiver, it sends another command on the connection for page faults.
+    /// As a receiver, it sends another command on the connection for page faults then.
     WrongCommand,
 }
 
 impl Quirk {
-    const ALL: [Self; 34] = [
+    const ALL: [Self; 35] = [
         Self::Right,
         Self::Version,
         Self::Command,
@@ -124,6 +126,7 @@ impl Quirk {
         Self::ReceiverDiesAtConfig,
         Self::ReceiverDiesAtState,
         Self::ReceiverDiesAtFaults,
+        Self::EarlyFault,
         Self::WrongFault,
         Self::WrongCommand,
     ];

@@ -205,12 +205,14 @@ fn serve(
             uffd.wake(hva, PAGE).map_err(|why| why.to_string())?;
             continue;
         }
-        if vmm.config.quirk == Quirk::ReceiverDiesAtFaults && count == 64 {
+        let runs = guest.is_running();
+        if vmm.config.quirk == Quirk::ReceiverDiesAtFaults && count >= 64 && runs {
             std::process::exit(9);
         }
         let (command, gpa) = match vmm.config.quirk {
-            Quirk::WrongFault if count == 8 => (PAGE_FAULT, 1 << 50),
-            Quirk::WrongCommand if count == 8 => (START, gpa),
+            Quirk::EarlyFault if count == 2 => (PAGE_FAULT, 1 << 50),
+            Quirk::WrongFault if count >= 8 && runs => (PAGE_FAULT, 1 << 50),
+            Quirk::WrongCommand if count >= 8 && runs => (START, gpa),
             _ => (PAGE_FAULT, gpa),
         };
         let length = if command == START { 0 } else { 16 };
