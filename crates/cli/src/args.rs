@@ -479,6 +479,9 @@ pub(crate) struct FirecrackerArgs {
     /// Of a VM of Firecracker, advance the guest's clock by the time of the move (x86-64)
     #[arg(long)]
     clock_realtime: bool,
+    /// Try a VM of another minor version of Firecracker, which is refused otherwise
+    #[arg(long)]
+    pub(crate) any_version: bool,
 }
 
 impl FirecrackerArgs {

@@ -14,6 +14,7 @@ use super::receiver::{Ended, Keep, Receiver};
 use super::wire;
 use super::{KIND, STATE_DEVICE};
 use crate::foreign::arrival::{Arriving, Life};
+use crate::foreign::description::Description;
 use crate::foreign::keeper::End;
 use crate::foreign::kept::Kept;
 use crate::foreign::{LeftBehind, ReceiverOptions, VmmError, check};
@@ -33,7 +34,8 @@ pub(super) fn left_behind(api: &Path) -> Result<Option<LeftBehind>, VmmError> {
     let Some((kept, ring, orphan, fds)) = Kept::found_move(api, End::Destination)? else {
         return Ok(None);
     };
-    let mappings = wire::mappings(&orphan.offer().guest)?;
+    let description = Description::parse(&orphan.offer().guest)?;
+    let mappings = wire::mappings(description.config.as_bytes())?;
     let process = Receiver::found(api, (kept, ring), fds, &mappings)?;
     let vmm = Arc::new(Guest::new(process, true));
     Ok(Some(LeftBehind { vmm, orphan }))
@@ -56,7 +58,8 @@ impl Guest {
         stop: &dyn Fn() -> bool,
     ) -> Result<Self, VmmError> {
         let offer = incoming.offer();
-        let mappings = wire::mappings(&offer.guest)?;
+        let config = Description::parse(&offer.guest)?.config.into_bytes();
+        let mappings = wire::mappings(&config)?;
         let sizes = mappings.iter().map(|mapping| mapping.size);
         check(offer, KIND.engine, sizes.fold(0, u64::saturating_add))?;
         let session = incoming.record();
@@ -65,7 +68,7 @@ impl Guest {
             end: End::Destination,
             keeper: options.keeper.as_mut(),
         };
-        let process = Receiver::prepare(&options.api, &mappings, &offer.guest, keep, stop)?;
+        let process = Receiver::prepare(&options.api, &mappings, &config, keep, stop)?;
         Ok(Self::new(process, false))
     }
 

@@ -24,11 +24,15 @@ pub mod wire;
 pub use restore::{RestoreOptions, RestoreReport, Restoring, restore};
 pub use snapshot::{Snapshot, SnapshotError};
 
+use crate::foreign::api::Api;
+use crate::foreign::description::{Description, major_minor};
 use crate::foreign::{
-    Arrival, Departure, ForeignVmm, LeftBehind, Names, ReceiverOptions, SourceOptions, VmmError,
+    Arrival, Departure, ForeignVmm, LeftBehind, Names, ReceiverOptions, STEP_LIMIT, SourceOptions,
+    VmmError,
 };
 use pageferry_machine::MachineKind;
 use pageferry_migration::{Destination, Incoming};
+use rustix::process::Pid;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -71,6 +75,34 @@ impl ForeignVmm for CloudHypervisor {
         destination::left_behind(api)
     }
     fn vcpus(&self, offer: &[u8]) -> Option<u32> {
-        wire::boot_vcpus(offer)
+        wire::boot_vcpus(Description::parse(offer).ok()?.config.as_bytes())
     }
+}
+
+/// The first version that asks for pages which lie in the page cache, too (minor faults).
+const FIRST_RECEIVER: (u32, u32) = (54, 0);
+
+/// The version of a process, and its id, if it is visible here.
+fn version(api: &Api) -> Result<(String, Option<Pid>), VmmError> {
+    #[derive(serde::Deserialize)]
+    struct Ping {
+        version: String,
+    }
+    let (ping, process) = api.get::<Ping>("GET /api/v1/vmm.ping", STEP_LIMIT)?;
+    Ok((ping.version, process))
+}
+
+/// Refuses a version that would find stale bytes where it does not ask.
+fn check_receiver(api: &Api) -> Result<(), VmmError> {
+    let (version, _) = version(api)?;
+    if major_minor(&version).is_some_and(|version| version >= FIRST_RECEIVER) {
+        return Ok(());
+    }
+    Err(VmmError::Version(format!(
+        "Cloud Hypervisor {} asks for no page that lies in the page cache: expected version {}.{} or \
+         later",
+        version.escape_debug(),
+        FIRST_RECEIVER.0,
+        FIRST_RECEIVER.1
+    )))
 }

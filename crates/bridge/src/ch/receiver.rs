@@ -12,6 +12,7 @@
 //! migration, `restore` those of a snapshot.
 #![expect(unsafe_code, reason = "shares memory with another VMM")]
 
+use super::check_receiver;
 use super::kept::{Answers, Main};
 use super::link::{Limit, Link};
 use super::wire::{self, Command as VmmCommand, FAULT_CONNECTION, Mapping, Range};
@@ -107,6 +108,7 @@ impl Receiver {
         stop: &dyn Fn() -> bool,
     ) -> Result<Self, VmmError> {
         let api = Api::new(api)?;
+        check_receiver(&api)?;
         let meeting = Meeting::beside(api.path())?;
         let fds: Vec<_> = mappings.iter().map(memfd).collect::<Result<_, _>>()?;
         let ram = adopt(mappings, &fds)?;

@@ -13,9 +13,11 @@
 
 use super::link::{Limit, Link};
 use super::wire::{self, Command, Status};
-use super::{KIND, STATE_DEVICE};
+use super::{KIND, STATE_DEVICE, version};
 use crate::foreign::api::{Api, Call, Meeting};
 use crate::foreign::departure::{Leaving, Saved};
+use crate::foreign::description::Description;
+use crate::foreign::disks;
 use crate::foreign::keeper::End;
 use crate::foreign::kept::Kept;
 use crate::foreign::{Departure, STEP_LIMIT, SourceOptions, VmmError, check_moved};
@@ -23,6 +25,7 @@ use pageferry_addr::Gpa;
 use pageferry_machine::{AdoptedRegion, BlackoutCost, GuestRam, Machine, MachineKind};
 use pageferry_migration::Orphan;
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::Pid;
 use serde_json::json;
 use std::collections::HashMap;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -46,6 +49,7 @@ pub(super) fn depart(
         return go_on(api, (kept, orphan), fds);
     }
     check_moved(api.path())?;
+    let (version, process) = version(&api)?;
     let runs = vm_runs(&api)?;
     let meeting = Meeting::beside(api.path())?;
     let failed = |e| VmmError::io(format!("cannot listen on {}", meeting.socket.display()), e);
@@ -71,9 +75,16 @@ pub(super) fn depart(
     let (config, ram, kept) = taken.inspect_err(|_| refuse(&link))?;
     let bytes = ram.layout().bytes();
     info!(bytes, runs, "Cloud Hypervisor offers its VM");
-    let vmm = Vmm::new((api.clone(), ram), link, Stage::Asked, Some(call));
     let vcpus = wire::boot_vcpus(&config);
-    Ok(Departure::new((vmm, api), (config, vcpus), kept, None))
+    let disks = wire::disks(&config);
+    let vmm = Vmm::new((api.clone(), ram), link, Stage::Asked, Some(call));
+    let vmm = Arc::new(Vmm {
+        process,
+        disks,
+        ..vmm
+    });
+    let offer = Description::new(&version, config)?.encode()?;
+    Ok(Departure::new((vmm, api), (offer, vcpus), kept, None))
 }
 
 /// The move of another process of ours.
@@ -82,7 +93,8 @@ fn go_on(
     (kept, orphan): (Kept, Orphan),
     fds: Vec<OwnedFd>,
 ) -> Result<Departure, VmmError> {
-    let config = orphan.offer().guest;
+    let offer = orphan.offer().guest;
+    let config = Description::parse(&offer)?.config.into_bytes();
     let mappings = wire::mappings(&config)?;
     let found = fds.len();
     let mut fds = fds.into_iter();
@@ -99,7 +111,7 @@ fn go_on(
         false => Stage::Paused,
     };
     let link = Link::new(link.into())?;
-    let vmm = Vmm::new((api.clone(), ram), link, stage, None);
+    let vmm = Arc::new(Vmm::new((api.clone(), ram), link, stage, None));
     let vcpus = wire::boot_vcpus(&config);
     Ok(Departure::new(
         (vmm, api),
@@ -218,6 +230,9 @@ struct Vmm {
     api: Api,
     /// The wait for the answer to `vm.send-migration`.
     _call: Option<Mutex<Call>>,
+    /// The process, if it is visible here, and the files of its disks.
+    process: Option<Pid>,
+    disks: Vec<String>,
 }
 
 /// How far Cloud Hypervisor has come.
@@ -275,6 +290,8 @@ impl Hold {
             state,
             at: (began, Instant::now()),
             parts: None,
+            log_reset: false,
+            notes: Vec::new(),
         })
     }
 
@@ -299,13 +316,15 @@ fn out_of_order(found: Command, expected: &'static str) -> VmmError {
 }
 
 impl Vmm {
-    fn new((api, ram): (Api, GuestRam), link: Link, stage: Stage, call: Option<Call>) -> Arc<Self> {
-        Arc::new(Self {
+    fn new((api, ram): (Api, GuestRam), link: Link, stage: Stage, call: Option<Call>) -> Self {
+        Self {
             ram: Arc::new(ram),
             hold: Mutex::new(Hold { link, stage }),
             api,
             _call: call.map(Mutex::new),
-        })
+            process: None,
+            disks: Vec::new(),
+        }
     }
 
     fn hold(&self) -> MutexGuard<'_, Hold> {
@@ -318,7 +337,10 @@ impl Leaving for Vmm {
         STATE_DEVICE
     }
     fn pause(&self, _: &Kept, limit: Duration) -> Result<Saved, VmmError> {
-        self.hold().pause(limit)
+        let mut saved = self.hold().pause(limit)?;
+        let disks = self.disks.iter().map(String::as_str);
+        saved.notes = disks::flush(self.process, disks);
+        Ok(saved)
     }
     fn take_back(&self, kept: &Kept) -> Result<(), VmmError> {
         let mut hold = self.hold();

@@ -353,6 +353,15 @@ pub fn mappings(config: &[u8]) -> Result<Vec<Mapping>, WireError> {
     Ok(mappings)
 }
 
+/// The files of the disks of a Config.
+pub(super) fn disks(config: &[u8]) -> Vec<String> {
+    let config: serde_json::Value = serde_json::from_slice(config).unwrap_or_default();
+    let disks = config.pointer("/vm_config/disks");
+    let disks = disks.and_then(serde_json::Value::as_array);
+    let path = |disk: &serde_json::Value| Some(disk["path"].as_str()?.to_owned());
+    disks.into_iter().flatten().filter_map(path).collect()
+}
+
 /// The number of vCPUs of a Config, for people. Nothing else depends on it.
 #[must_use]
 pub fn boot_vcpus(config: &[u8]) -> Option<u32> {

@@ -1,9 +1,10 @@
 //! What a move needs of Firecracker's API.
 
-use crate::foreign::VmmError;
 use crate::foreign::api::Api;
+use crate::foreign::{STEP_LIMIT, VmmError};
 use rustix::process::Pid;
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use std::time::Duration;
 
 /// The answer of `GET /`.
@@ -16,6 +17,61 @@ pub(super) struct Instance {
 /// What the process is, and its id, if it is visible here.
 pub(super) fn instance(api: &Api, limit: Duration) -> Result<(Instance, Option<Pid>), VmmError> {
     api.get("GET /", limit)
+}
+
+/// What a move needs of the whole configuration (`GET /vm/config`). Older versions have less.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Whole {
+    drives: Vec<Drive>,
+    logger: Option<IgnoredAny>,
+    metrics: Option<IgnoredAny>,
+    vsock: Option<IgnoredAny>,
+}
+
+#[derive(Deserialize)]
+struct Drive {
+    path_on_host: Option<String>,
+}
+
+impl Whole {
+    pub(super) fn of(api: &Api) -> Self {
+        let whole = api.get("GET /vm/config", STEP_LIMIT);
+        whole.map(|(whole, _)| whole).unwrap_or_default()
+    }
+
+    /// The files of its drives.
+    pub(super) fn disks(&self) -> Vec<String> {
+        let paths = self.drives.iter();
+        paths
+            .filter_map(|drive| drive.path_on_host.clone())
+            .collect()
+    }
+
+    /// What the VM loses by a move: Firecracker has it in no snapshot.
+    pub(super) fn lost(&self) -> Option<String> {
+        let lost = [
+            (self.logger.is_some(), "its logger's settings"),
+            (self.metrics.is_some(), "its metrics' settings"),
+            (self.vsock.is_some(), "open vsock connections"),
+        ];
+        let lost: Vec<_> = lost
+            .iter()
+            .filter(|(has, _)| *has)
+            .map(|(_, what)| *what)
+            .collect();
+        (!lost.is_empty()).then(|| format!("the VM moves without {}", lost.join(" and ")))
+    }
+}
+
+/// The data of the metadata service as JSON, or nothing if there is none.
+pub(super) fn mmds(api: &Api) -> Result<Vec<u8>, VmmError> {
+    match api.call("GET /mmds", None, STEP_LIMIT) {
+        Ok(data) if matches!(&data[..], b"null" | b"{}") => Ok(Vec::new()),
+        // It was never set up.
+        Err(VmmError::Api { .. }) => Ok(Vec::new()),
+        data => data,
+    }
 }
 
 /// Pauses the VM, or lets it run.
@@ -31,6 +87,8 @@ pub(super) struct MachineConfig {
     pub(super) mem_size_mib: u64,
     pub(super) vcpu_count: u32,
     huge_pages: Option<String>,
+    #[serde(default)]
+    pub(super) track_dirty_pages: bool,
 }
 
 /// Huge pages of a pool, in Firecracker's words.

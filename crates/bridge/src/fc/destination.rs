@@ -11,9 +11,10 @@ use super::api::{MachineConfig, instance, set_running};
 use super::jail::Place;
 use super::memory::Memory;
 use super::source::{adopt, memfd};
-use super::{KIND, STATE_DEVICE};
+use super::{KIND, STATE_DEVICE, unframe};
 use crate::foreign::api::Api;
 use crate::foreign::arrival::Arriving;
+use crate::foreign::description::{Description, major_minor};
 use crate::foreign::keeper::End;
 use crate::foreign::kept::Kept;
 use crate::foreign::{
@@ -47,6 +48,8 @@ pub(super) struct Guest {
     overrides: Overrides,
     /// Whether the VM had huge pages of a pool.
     had_pool: bool,
+    /// Whether its owner had it log dirty pages.
+    tracks: bool,
     /// Where it finds the state file and the socket of its memory. `None` if an earlier process of
     /// ours has let it load its VM.
     place: Option<(Place, UnixListener)>,
@@ -75,7 +78,7 @@ pub(super) fn left_behind(api: &Path) -> Result<Option<LeftBehind>, VmmError> {
     let [stream, uffd, memfd] = <[OwnedFd; 3]>::try_from(fds)
         .map_err(|fds| VmmError::Kept(format!("{} descriptors, expected 3", fds.len())))?;
     let offer = orphan.offer();
-    let config = MachineConfig::parse(&offer.guest).map_err(VmmError::Offer)?;
+    let config = config_of(&Description::parse(&offer.guest)?)?;
     let guest = Guest::new(Api::new(api)?, &config, (kept, ring), memfd)?;
     let ring = guest
         .ring
@@ -89,6 +92,23 @@ pub(super) fn left_behind(api: &Path) -> Result<Option<LeftBehind>, VmmError> {
     Ok(Some(LeftBehind { vmm, orphan }))
 }
 
+fn config_of(description: &Description) -> Result<MachineConfig, VmmError> {
+    MachineConfig::parse(description.config.as_bytes()).map_err(VmmError::Offer)
+}
+
+/// Firecracker loads states of its own minor version only, and of others fails in the pause.
+fn check_version(there: &str, here: &str, any: bool) -> Result<(), VmmError> {
+    let same = major_minor(there).is_some() && major_minor(there) == major_minor(here);
+    if same || any {
+        return Ok(());
+    }
+    let (there, here) = (there.escape_debug(), here.escape_debug());
+    Err(VmmError::Version(format!(
+        "the VM is of Firecracker {there}, and this is Firecracker {here}: expected the same minor \
+         version; to try it all the same, use --any-version"
+    )))
+}
+
 impl Guest {
     /// Looks at the process, and makes room for the memory.
     pub(super) fn prepare(
@@ -96,7 +116,8 @@ impl Guest {
         incoming: &Incoming,
     ) -> Result<Self, VmmError> {
         let offer = incoming.offer();
-        let config = MachineConfig::parse(&offer.guest).map_err(VmmError::Offer)?;
+        let description = Description::parse(&offer.guest)?;
+        let config = config_of(&description)?;
         check(offer, KIND.engine, config.bytes())?;
         let record = incoming.record();
         let record = record.map_err(|e| VmmError::Offer(e.to_string()))?;
@@ -108,6 +129,11 @@ impl Guest {
                 expected: "Not started, in a new process",
             });
         }
+        check_version(
+            &description.version,
+            &found.vmm_version,
+            options.any_version,
+        )?;
         let place = Place::beside(api.path(), process)?;
         let meeting = &place.meeting;
         let failed = |e| VmmError::io(format!("cannot listen on {}", meeting.socket.display()), e);
@@ -142,6 +168,7 @@ impl Guest {
             api,
             overrides: Overrides::default(),
             had_pool: config.has_pool(),
+            tracks: config.track_dirty_pages,
             place: None,
             kept: Arc::new(kept),
             ring: Mutex::new(Some(ring)),
@@ -207,6 +234,8 @@ impl Arriving for Guest {
         let (Some((place, listener)), Some(ring)) = (&self.place, ring) else {
             return Err(VmmError::Handshake("there was one before".into()));
         };
+        let framed = || VmmError::Offer("its state is cut off".into());
+        let (mmds, state) = unframe(state).ok_or_else(framed)?;
         let meeting = &place.meeting;
         let path = meeting.folder.path().join("state");
         let failed = |e| VmmError::io(format!("cannot write {}", path.display()), e);
@@ -222,6 +251,9 @@ impl Arriving for Guest {
             "resume_vm": false,
         });
         self.overrides.add_to(&mut body);
+        if self.tracks {
+            body["track_dirty_pages"] = true.into();
+        }
         if self.had_pool {
             // Pages of 4 KiB arrive one by one. The kernel joins them when all are there.
             body["huge_pages"] = "Transparent".into();
@@ -254,6 +286,11 @@ impl Arriving for Guest {
             .keep_more(&[stream.as_fd(), memory.as_fd(), self.memfd.as_fd()])?;
         self.take_memory(memory, stream)?;
         call.wait(left())?;
+        if !mmds.is_empty() {
+            let data = serde_json::from_slice(mmds);
+            let data = data.map_err(|e| VmmError::Offer(format!("its metadata: {e}")))?;
+            self.api.call("PUT /mmds", Some(&data), left())?;
+        }
         meeting.folder.remove("state");
         info!("the receiving Firecracker has loaded the VM");
         // Before the source hears that the VM is ready.

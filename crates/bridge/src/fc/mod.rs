@@ -25,6 +25,7 @@ mod memory;
 mod running;
 mod source;
 
+use crate::foreign::description::Description;
 use crate::foreign::{
     Arrival, Departure, ForeignVmm, LeftBehind, Names, ReceiverOptions, SourceOptions, VmmError,
 };
@@ -39,6 +40,7 @@ const KIND: MachineKind<'static> =
     MachineKind::new("firecracker", std::env::consts::ARCH, "fc-snapshot/0");
 /// The device whose state is the state file.
 const STATE_DEVICE: &str = "firecracker.state";
+
 /// Firecracker, as a VMM whose VMs move.
 #[derive(Debug)]
 pub struct Firecracker;
@@ -72,11 +74,12 @@ impl ForeignVmm for Firecracker {
         destination::left_behind(api)
     }
     fn vcpus(&self, offer: &[u8]) -> Option<u32> {
-        Some(parse_config(offer).ok()?.1)
+        let config = Description::parse(offer).ok()?.config;
+        Some(parse_config(config.as_bytes()).ok()?.1)
     }
 }
 
-/// Reads the description of an offered VM: the bytes of its memory, and the number of its vCPUs.
+/// Reads the configuration of an offered VM: the bytes of its memory, and the number of its vCPUs.
 ///
 /// # Errors
 /// Why it is no configuration of a VM that can move.
@@ -84,4 +87,33 @@ impl ForeignVmm for Firecracker {
 pub fn parse_config(offer: &[u8]) -> Result<(u64, u32), String> {
     let config = api::MachineConfig::parse(offer)?;
     Ok((config.bytes(), config.vcpu_count))
+}
+
+/// Puts the data of the metadata service before the state file: that has none of it.
+fn frame(mmds: &[u8], state: Vec<u8>) -> Vec<u8> {
+    let length = u32::try_from(mmds.len()).unwrap_or(u32::MAX);
+    [&length.to_le_bytes()[..], mmds, &state].concat()
+}
+
+/// Takes the two apart.
+#[doc(hidden)]
+pub fn unframe(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (length, rest) = bytes.split_first_chunk()?;
+    rest.split_at_checked(u32::from_le_bytes(*length) as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_with_its_metadata_is_taken_apart() {
+        for mmds in [&b""[..], b"{\"a\":1}"] {
+            let framed = frame(mmds, b"state".to_vec());
+            assert_eq!(unframe(&framed), Some((mmds, &b"state"[..])));
+        }
+        for wrong in [&b""[..], b"abc", b"\xff\0\0\0abc", b"\xff\xff\xff\xff"] {
+            assert_eq!(unframe(wrong), None);
+        }
+    }
 }

@@ -17,12 +17,14 @@
 //! **Neighbours.** `foreign::departure` has the state machine. `running` reads the VM's memory.
 #![expect(unsafe_code, reason = "shares memory with another VMM")]
 
-use super::api::{MachineConfig, instance, set_running};
+use super::api::{MachineConfig, Whole, instance, mmds, set_running};
 use super::jail::{MemoryFile, Place};
 use super::running::Running;
-use super::{KIND, STATE_DEVICE};
+use super::{KIND, STATE_DEVICE, frame};
 use crate::foreign::api::Api;
 use crate::foreign::departure::{Leaving, Saved};
+use crate::foreign::description::Description;
+use crate::foreign::disks;
 use crate::foreign::keeper::End;
 use crate::foreign::kept::Kept;
 use crate::foreign::{
@@ -33,6 +35,7 @@ use pageferry_hostfs::Folder;
 use pageferry_machine::{AdoptedRegion, BlackoutCost, GuestRam, Machine, MachineKind};
 use pageferry_migration::Orphan;
 use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::process::Pid;
 use serde_json::json;
 use std::io::Read as _;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -70,10 +73,15 @@ pub(super) fn depart(options: &mut SourceOptions) -> Result<Departure, VmmError>
     let ram = adopt(&file.fd, bytes, file.is_sealed)?;
     let version = found.vmm_version;
     info!(bytes, runs, version, "Firecracker has a VM to move");
-    let (running, unread) = match Running::find(process, bytes) {
-        Ok(running) => (Some(running), None),
-        Err(why) => (None, Some(why)),
-    };
+    let whole = Whole::of(&api);
+    let mut notes: Vec<String> = whole.lost().into_iter().collect();
+    let running = Running::find(process, bytes).inspect_err(|why| {
+        notes.push(format!(
+            "{why}: the VM's memory cannot be read while it runs, so all pages follow it"
+        ));
+    });
+    let running = running.ok();
+    let unread = running.is_none();
     let mut kept = Kept::leaving(runs, true)?;
     let places = (api.path(), place.meeting.folder.path());
     kept.keep(
@@ -89,9 +97,14 @@ pub(super) fn depart(options: &mut SourceOptions) -> Result<Departure, VmmError>
         api: api.clone(),
         asked: AtomicBool::new(false),
         was_running: runs,
+        tracks: config.track_dirty_pages,
+        process,
+        disks: whole.disks(),
     });
-    let mut departure = Departure::new((vmm, api), (text, Some(config.vcpu_count)), kept, None);
-    departure.unread = unread;
+    let offer = Description::new(&version, text)?.encode()?;
+    let about = (offer, Some(config.vcpu_count));
+    let mut departure = Departure::new((vmm, api), about, kept, None);
+    (departure.unread, departure.notes) = (unread, notes);
     Ok(departure)
 }
 
@@ -104,8 +117,9 @@ fn go_on(
     let Ok([memory]) = <[OwnedFd; 1]>::try_from(fds) else {
         return Err(VmmError::Kept("it has no memory, or too much".into()));
     };
-    let text = orphan.offer().guest;
-    let config = MachineConfig::parse(&text).map_err(VmmError::Config)?;
+    let offer = orphan.offer().guest;
+    let text = Description::parse(&offer)?.config;
+    let config = MachineConfig::parse(text.as_bytes()).map_err(VmmError::Config)?;
     let vmm = Arc::new(Vmm {
         running: None,
         ram: Arc::new(adopt(&memory, config.bytes(), false)?),
@@ -114,8 +128,11 @@ fn go_on(
         // It is paused: only an operator takes it back.
         asked: AtomicBool::new(true),
         was_running: kept.ran(),
+        tracks: false,
+        process: None,
+        disks: Vec::new(),
     });
-    let about = (text, Some(config.vcpu_count));
+    let about = (offer, Some(config.vcpu_count));
     Ok(Departure::new((vmm, api), about, kept, Some(orphan)))
 }
 
@@ -170,6 +187,11 @@ struct Vmm {
     was_running: bool,
     /// Whether we have asked for a pause.
     asked: AtomicBool,
+    /// Whether its owner has it log dirty pages.
+    tracks: bool,
+    /// The process, if it is visible here, and the files of its drives.
+    process: Option<Pid>,
+    disks: Vec<String>,
 }
 
 impl Vmm {
@@ -213,7 +235,8 @@ impl Leaving for Vmm {
             let why = format!("its memory file has {found} bytes: expected {bytes}");
             return Err(VmmError::Config(why));
         }
-        let state = read_state(folder)?;
+        let mmds = mmds(&self.api)?;
+        let state = frame(&mmds, read_state(folder)?);
         folder.remove("state");
         let parts = Pause {
             stop: stopped - began,
@@ -224,6 +247,8 @@ impl Leaving for Vmm {
             state,
             at: (began, stopped),
             parts: Some(parts),
+            log_reset: self.tracks,
+            notes: disks::flush(self.process, self.disks.iter().map(String::as_str)),
         })
     }
     fn take_back(&self, _: &Kept) -> Result<(), VmmError> {

@@ -33,6 +33,10 @@ pub(crate) struct Saved {
     pub(crate) at: (Instant, Instant),
     /// The parts of the pause, if they are known.
     pub(crate) parts: Option<Pause>,
+    /// Whether that has reset the log for the owner's diff snapshots.
+    pub(crate) log_reset: bool,
+    /// What people should know.
+    pub(crate) notes: Vec<String>,
 }
 
 /// A VMM's own parts of a pause.
@@ -82,6 +86,11 @@ pub enum SourceError {
     /// The migration failed, and says where the VM is.
     #[error(transparent)]
     Migration(SourceFailure),
+    /// The migration failed, and the VM runs on. Its next diff snapshot would lack pages.
+    #[error(
+        "{0}; Firecracker's log of dirty pages was reset: take a Full snapshot before the next Diff"
+    )]
+    LogReset(SourceFailure),
     /// The migration failed behind the hand-over. The VMM had ended by then.
     #[error(
         "{}; the VM was handed over, and its Cloud Hypervisor has ended: only with preserve_source \
@@ -109,8 +118,10 @@ pub struct Departure {
     vcpus: Option<u32>,
     /// The move that another process has handed over.
     orphan: Option<Orphan>,
-    /// Why the memory cannot be read while the VM runs.
-    pub(crate) unread: Option<String>,
+    /// Whether its memory cannot be read while it runs.
+    pub(crate) unread: bool,
+    /// What people should know.
+    pub(crate) notes: Vec<String>,
 }
 
 /// A VMM whose VM moves, as its vCPUs and its one device.
@@ -126,6 +137,8 @@ struct Seam {
 struct Hold {
     saved: Option<Saved>,
     parts: Option<Pause>,
+    log_reset: bool,
+    notes: Vec<String>,
     /// Why the VM does not run again.
     not_resumed: Option<VmmError>,
     /// Why the VMM gave up.
@@ -146,6 +159,8 @@ impl Departure {
                 state: Vec::new(),
                 at: (now, now),
                 parts: None,
+                log_reset: false,
+                notes: Vec::new(),
             }),
             ..Hold::default()
         };
@@ -160,7 +175,8 @@ impl Departure {
             config,
             vcpus,
             orphan,
-            unread: None,
+            unread: false,
+            notes: Vec::new(),
         }
     }
 
@@ -214,10 +230,8 @@ impl Departure {
             devices: &[Arc::clone(seam) as Arc<dyn Device>],
         };
         session.prepare(config.settings);
-        if let Some(why) = &self.unread {
-            observer.note(&format!(
-                "{why}: the VM's memory cannot be read while it runs, so all pages follow it"
-            ));
+        self.notes.iter().for_each(|note| observer.note(note));
+        if self.unread {
             let now = Change {
                 switch: Some(Switch::NOW),
                 ..Change::default()
@@ -252,6 +266,8 @@ impl Departure {
                 None => migrate(&vm, route, &self.config, config, session, &observer),
             }
         });
+        let notes = std::mem::take(&mut seam.hold().notes);
+        notes.iter().for_each(|note| observer.note(note));
         if seam.kept.is_handed_over() {
             seam.vmm.release(&seam.kept);
         }
@@ -281,6 +297,7 @@ impl Departure {
                 why: why.into(),
             },
             None => match failure.vm {
+                SourceVm::Runs if hold.log_reset => SourceError::LogReset(failure),
                 SourceVm::GivenUp if self.keeps_vm() => SourceError::GivenUp(failure),
                 SourceVm::GivenUp | SourceVm::Forced if !self.keeps_vm() => {
                     SourceError::Ended(failure)
@@ -360,11 +377,10 @@ impl Vcpus for Seam {
     fn pause(&self, limit: Duration) -> Result<PauseReport, MachineError> {
         let mut hold = self.hold();
         if hold.saved.is_none() {
-            let saved = self
-                .vmm
-                .pause(&self.kept, limit)
-                .map_err(MachineError::engine)?;
-            hold.parts = saved.parts;
+            let saved = self.vmm.pause(&self.kept, limit);
+            let mut saved = saved.map_err(MachineError::engine)?;
+            (hold.parts, hold.log_reset) = (saved.parts, saved.log_reset);
+            hold.notes.append(&mut saved.notes);
             hold.saved = Some(saved);
         }
         let Some(Saved { at, .. }) = hold.saved else {

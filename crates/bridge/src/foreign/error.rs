@@ -70,7 +70,10 @@ pub enum VmmError {
         /// The states that fit.
         expected: &'static str,
     },
-    /// The VM's configuration, or the VMM's version.
+    /// A version that does not serve.
+    #[error("{0}")]
+    Version(String),
+    /// The VM's configuration.
     #[error("this VM cannot move: {0}")]
     Config(String),
     /// An offer that is no VM of this VMM.

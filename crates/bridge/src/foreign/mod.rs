@@ -30,7 +30,9 @@
 pub(crate) mod api;
 pub(crate) mod arrival;
 pub(crate) mod departure;
+pub(crate) mod description;
 pub(crate) mod descriptors;
+pub(crate) mod disks;
 mod error;
 pub(crate) mod keeper;
 pub(crate) mod kept;
@@ -95,6 +97,9 @@ pub struct ReceiverOptions {
     pub api: PathBuf,
     /// The command of a program that calls [`keep`] at once. With it, the VM outlives this process.
     pub keeper: Option<Command>,
+    /// Whether a Firecracker is tried whose version is not that of the source: see the first two
+    /// numbers.
+    pub any_version: bool,
     /// The differences from the source, of Firecracker.
     pub overrides: Overrides,
 }

@@ -203,6 +203,7 @@ impl Hosts {
         let mut target = ReceiverOptions {
             api: self.directory.join("target"),
             keeper: None,
+            any_version: false,
             overrides: Overrides::default(),
         };
         let beside_it = Beside {

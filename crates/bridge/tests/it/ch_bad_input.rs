@@ -101,7 +101,7 @@ fn sockets_without_an_api_are_refused() {
     });
     let error = refused("other");
     assert!(
-        error.contains("answered GET /api/v1/vm.info by something else"),
+        error.contains("answered GET /api/v1/vmm.ping by something else"),
         "{error}"
     );
     server.join().unwrap();

@@ -7,8 +7,8 @@ use pageferry_bridge::foreign::{
     SourceOptions, VmmError, receive,
 };
 use pageferry_migration::{
-    Destination, DestinationConfig, DestinationReport, Listener, PlainPolicy, Route, SourceConfig,
-    SourceReport, SourceSession, Switch, Unobserved,
+    Destination, DestinationConfig, DestinationReport, Listener, Observer, PlainPolicy, Route,
+    SourceConfig, SourceReport, SourceSession, Switch, Unobserved,
 };
 use pageferry_testkit::firecracker::{Quirk, VmmConfig, VmmDouble};
 use pageferry_testkit::shaper::{Plan, Shaper};
@@ -159,6 +159,7 @@ impl Hosts {
         ReceiverOptions {
             api: self.apis[1].clone(),
             keeper: None,
+            any_version: false,
             overrides: Overrides::default(),
         }
     }
@@ -188,6 +189,17 @@ impl Hosts {
         &mut self,
         target: &mut ReceiverOptions,
         route: &Route,
+        beside: impl FnOnce(Beside<'_>),
+    ) -> Moved {
+        self.migrate_told(target, route, &Unobserved, beside)
+    }
+
+    /// As [`Self::migrate_to`], with an observer of the source.
+    pub(crate) fn migrate_told(
+        &mut self,
+        target: &mut ReceiverOptions,
+        route: &Route,
+        observer: &dyn Observer,
         beside: impl FnOnce(Beside<'_>),
     ) -> Moved {
         let mut config = SourceConfig {
@@ -230,7 +242,7 @@ impl Hosts {
                 arrival.serve(&late).expect("it has all pages");
                 Ok(report)
             });
-            let sent = scope.spawn(|| source.migrate(route, &config, session, &Unobserved));
+            let sent = scope.spawn(|| source.migrate(route, &config, session, observer));
             beside(beside_it);
             let (sent, received) = (sent.join(), received.join());
             over.store(true, Ordering::Release);

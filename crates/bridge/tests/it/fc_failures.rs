@@ -220,6 +220,41 @@ fn a_process_that_does_not_fit_is_refused_with_a_reason() {
     }
 }
 
+/// Nothing is sent to a Firecracker of another minor version, unless one tries.
+#[test]
+fn another_version_is_refused_before_anything_is_sent() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::OtherVersion) else {
+        return;
+    };
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
+    let texts = check_failed(&moved);
+    let sentence = "the VM is of Firecracker 1.17.0-dev, and this is Firecracker 1.15.1";
+    assert!(texts.contains(sentence), "{texts}");
+    assert!(moved.pause.is_none(), "it was never paused");
+    hosts.session = pageferry_migration::SourceSession::new().unwrap();
+    let mut target = hosts.receiver_options();
+    target.any_version = true;
+    let moved = hosts.migrate_to(&mut target, &route, |_| ());
+    moved.sent.unwrap();
+    moved.received.unwrap();
+}
+
+/// A full snapshot begins Firecracker's log of dirty pages anew.
+#[test]
+fn a_failed_move_says_what_the_next_diff_snapshot_lacks() {
+    let Some(mut hosts) = Hosts::start(Quirk::Settings, Quirk::RefuseDevice) else {
+        return;
+    };
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
+    let error = moved.sent.unwrap_err().to_string();
+    assert!(
+        error.contains("take a Full snapshot before the next Diff"),
+        "{error}"
+    );
+}
+
 /// A process that has a VM takes none in.
 #[test]
 fn a_receiver_with_a_vm_refuses_another() {
@@ -229,6 +264,7 @@ fn a_receiver_with_a_vm_refuses_another() {
     let mut target = ReceiverOptions {
         api: hosts.source_options().api,
         keeper: None,
+        any_version: false,
         overrides: Overrides::default(),
     };
     let route = hosts.route();

@@ -2,11 +2,12 @@
 
 use crate::fc::{Hosts, PAGES, route_by};
 use pageferry_bridge::foreign::Overrides;
-use pageferry_migration::Switch;
+use pageferry_migration::{Observer, Phase, Switch};
 use pageferry_testkit::HugePages;
 use pageferry_testkit::firecracker::Quirk;
 use pageferry_testkit::shaper::Which;
 use pageferry_testkit::wait_until;
+use std::sync::Mutex;
 
 /// The VM has moved, each of its pages is right, and its old process keeps it paused.
 fn check_arrived(hosts: &mut Hosts, state: &str) {
@@ -44,6 +45,38 @@ fn a_running_vm_of_firecracker_moves_and_runs_on() {
     assert!(!pause.save.is_zero());
     check_goes_on(&mut hosts);
     check_arrived(&mut hosts, "Running");
+}
+
+/// No snapshot of Firecracker has these.
+#[test]
+fn metadata_and_the_log_of_dirty_pages_move_too() {
+    struct Notes(Mutex<Vec<String>>);
+    impl Observer for Notes {
+        fn phase(&self, _: Phase) {}
+        fn progress(&self, _: Phase, _: u64, _: u64) {}
+        fn note(&self, text: &str) {
+            self.0.lock().unwrap().push(text.into());
+        }
+    }
+    let Some(mut hosts) = Hosts::start(Quirk::Settings, Quirk::Right) else {
+        return;
+    };
+    let notes = Notes(Mutex::default());
+    let route = hosts.route();
+    let mut target = hosts.receiver_options();
+    let moved = hosts.migrate_told(&mut target, &route, &notes, |_| ());
+    moved.sent.unwrap();
+    moved.received.unwrap();
+    let status = hosts.target.status();
+    assert_eq!(status.loaded["track_dirty_pages"], true);
+    assert_eq!(status.mmds["name"], "web");
+    let notes = notes.0.into_inner().unwrap().join("\n");
+    for sentence in [
+        "the VM moves without its logger's settings",
+        "the disk /none was not flushed",
+    ] {
+        assert!(notes.contains(sentence), "{notes}");
+    }
 }
 
 #[test]

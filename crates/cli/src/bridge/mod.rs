@@ -96,10 +96,10 @@ impl Vmm {
     /// # Errors
     /// When overrides are for another one.
     pub(crate) fn check(vmm: Option<&Self>, args: &ReceiveArgs) -> Result<(), Failure> {
-        let overrides = args.firecracker.overrides() != Overrides::default();
-        if overrides && !vmm.is_some_and(|vmm| vmm.is(&FIRECRACKER)) {
-            let why = "--network-override, --vsock-path and --clock-realtime are for VMs of \
-                       Firecracker: expected --for fc:API_SOCKET";
+        let given = args.firecracker.overrides() != Overrides::default();
+        if (given || args.firecracker.any_version) && !vmm.is_some_and(|vmm| vmm.is(&FIRECRACKER)) {
+            let why = "--network-override, --vsock-path, --clock-realtime and --any-version are \
+                       for VMs of Firecracker: expected --for fc:API_SOCKET";
             return Err(Failure::new(Exit::Usage, why));
         }
         Ok(())

@@ -232,6 +232,7 @@ pub(super) fn take_in(
         ReceiverOptions {
             api: vmm.api.clone(),
             keeper: keeper(),
+            any_version: args.firecracker.any_version,
             overrides: args.firecracker.overrides(),
         },
     );

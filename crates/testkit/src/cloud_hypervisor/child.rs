@@ -3,7 +3,7 @@
 //! **Guarantee.** The threads that answer the API and the test touch no guest memory. The process
 //! ends when its test ends.
 
-use super::config::Config;
+use super::config::{Config, Quirk};
 use super::guest::{Guest, Region};
 use super::{receive, send, snapshot};
 use rustix::fs::MemfdFlags;
@@ -229,6 +229,10 @@ impl Vmm {
                 r#"{{"config":{{}},"state":"{}","device_tree":{{}}}}"#,
                 self.state()
             )),
+            "vmm.ping" => Ok(match self.config.quirk {
+                Quirk::OldVersion => r#"{"version":"53.0.0","features":["kvm"]}"#.into(),
+                _ => r#"{"version":"54.0.0","features":["kvm"]}"#.into(),
+            }),
             "vm.pause" => {
                 self.guest().ok_or("no VM")?.pause();
                 Ok(String::new())

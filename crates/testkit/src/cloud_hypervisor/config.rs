@@ -24,6 +24,8 @@ pub enum Quirk {
     Right,
     /// Start has version 7.
     Version,
+    /// It is v53.0, which asks for no page that lies in the page cache.
+    OldVersion,
     /// It sends a command that does not exist.
     Command,
     /// It sends Config before Start.
@@ -93,9 +95,10 @@ pub enum Quirk {
 }
 
 impl Quirk {
-    const ALL: [Self; 35] = [
+    const ALL: [Self; 36] = [
         Self::Right,
         Self::Version,
+        Self::OldVersion,
         Self::Command,
         Self::ConfigFirst,
         Self::NotShared,

@@ -56,10 +56,14 @@ pub enum Quirk {
     ShortHandshake,
     /// It ends when its VM is to run.
     DieAtResume,
+    /// It does all right, and its VM has metadata, a log of dirty pages, and a logger.
+    Settings,
+    /// It is of another minor version.
+    OtherVersion,
 }
 
 impl Quirk {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 16] = [
         Self::Right,
         Self::RefusePause,
         Self::RefuseCreate,
@@ -74,6 +78,8 @@ impl Quirk {
         Self::DieAtLoad,
         Self::ShortHandshake,
         Self::DieAtResume,
+        Self::Settings,
+        Self::OtherVersion,
     ];
 }
 
@@ -140,6 +146,8 @@ struct Vmm {
     verified: AtomicBool,
     /// The body of the load.
     loaded: Mutex<Value>,
+    /// The data of the metadata service.
+    mmds: Mutex<Value>,
 }
 
 /// What a state file says, and the configuration of a process with a VM.
@@ -199,6 +207,10 @@ impl Vmm {
             guest: Mutex::new(guest),
             verified: AtomicBool::new(false),
             loaded: Mutex::default(),
+            mmds: Mutex::new(match quirk {
+                Quirk::Settings => json!({ "name": "web" }),
+                _ => Value::Null,
+            }),
         }
     }
 
@@ -244,6 +256,7 @@ impl Vmm {
             "verified": self.verified.load(Ordering::SeqCst),
             "first_wrong": first,
             "loaded": *self.loaded.lock().expect("no thread panics here"),
+            "mmds": *self.mmds.lock().expect("no thread panics here"),
         })
         .to_string()
     }
@@ -277,7 +290,11 @@ impl Vmm {
     fn perform(&self, method: &str, path: &str, body: &Value) -> Result<Value, String> {
         match (method, path) {
             ("GET", "/") => Ok(json!({
-                "id": "double", "state": self.state(), "vmm_version": "1.17.0-dev",
+                "id": "double", "state": self.state(),
+                "vmm_version": match self.quirk {
+                    Quirk::OtherVersion => "1.15.1",
+                    _ => "1.17.0-dev",
+                },
                 "app_name": "Firecracker",
             })),
             ("GET", "/machine-config") => {
@@ -290,9 +307,22 @@ impl Vmm {
                 };
                 Ok(json!({
                     "vcpu_count": self.guest().map_or(1, |guest| guest.touches.len()),
-                    "mem_size_mib": (bytes >> 20) - hidden, "smt": false, "track_dirty_pages": false,
+                    "mem_size_mib": (bytes >> 20) - hidden, "smt": false,
+                    "track_dirty_pages": self.quirk == Quirk::Settings,
                     "huge_pages": huge,
                 }))
+            }
+            ("GET", "/vm/config") => Ok(json!({
+                "drives": [{ "drive_id": "root", "path_on_host": "/none" }],
+                "logger": (self.quirk == Quirk::Settings).then_some(json!({})),
+            })),
+            ("GET", "/mmds") => match self.mmds.lock().expect("no thread panics here").clone() {
+                Value::Null => Err("The MMDS data store is not initialized.".into()),
+                data => Ok(data),
+            },
+            ("PUT", "/mmds") => {
+                *self.mmds.lock().expect("no thread panics here") = body.clone();
+                Ok(Value::Null)
             }
             ("PATCH", "/vm") => {
                 self.guest().ok_or("there is no VM")?;
@@ -419,7 +449,7 @@ fn check_load(body: &Value) -> Result<(), String> {
     for (name, value) in body.as_object().ok_or("no body")? {
         let right = match name.as_str() {
             "snapshot_path" | "mem_backend" => true,
-            "resume_vm" | "clock_realtime" => value.is_boolean(),
+            "resume_vm" | "clock_realtime" | "track_dirty_pages" => value.is_boolean(),
             "huge_pages" => value == "Transparent",
             "vsock_override" => value["uds_path"].is_string(),
             "network_overrides" => value.as_array().is_some_and(|all| {

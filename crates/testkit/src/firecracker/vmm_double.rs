@@ -46,6 +46,8 @@ pub struct VmmStatus {
     pub first_wrong: String,
     /// The body of the `PUT /snapshot/load` that brought its VM, or null.
     pub loaded: Value,
+    /// The data of its metadata service, or null.
+    pub mmds: Value,
 }
 
 /// A process with Firecracker's API, with or without a VM. It is killed when this is dropped.
@@ -141,6 +143,7 @@ impl VmmDouble {
             verified: status["verified"] == true,
             first_wrong: status["first_wrong"].to_string(),
             loaded: status["loaded"].clone(),
+            mmds: status["mmds"].clone(),
         }
     }
 
