@@ -175,13 +175,10 @@ fn routes_come_and_go() {
 #[test]
 fn a_normal_end_has_no_strangers() {
     let scene = Scene::new(&calm(), |far| far);
-    for number in 1..=20 {
+    // The second connection is being opened when the end comes, or is about to be.
+    for number in 1..=40 {
         let pair = scene.pair();
-        wait_until("all connections", || {
-            scene.near.sessions().iter().any(|one| one.links == (2, 2))
-        });
-        // The end comes at any time between two looks.
-        std::thread::sleep(Duration::from_millis(number));
+        std::thread::sleep(Duration::from_millis(number % 20));
         drop(pair);
         assert_eq!(scene.far_log.end(number as usize).0, Ok(()));
     }
@@ -189,5 +186,6 @@ fn a_normal_end_has_no_strangers() {
     let strangers = strangers
         .iter()
         .filter(|event| matches!(event, Event::Stranger(_)));
-    assert_eq!(strangers.count(), 0);
+    let strangers: Vec<&Event> = strangers.collect();
+    assert!(strangers.is_empty(), "{strangers:?}");
 }
