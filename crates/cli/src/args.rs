@@ -141,8 +141,9 @@ pub(crate) enum Command {
     Set(SetArgs),
     /// Cancel a migration of a VM on this host
     ///
-    /// The VM runs on here. It is too late once the VM is handed over.
-    Cancel(VmArgs),
+    /// The VM runs on here. It is too late once the VM is handed over. Of a tunnel, all migrations
+    /// are cut, or those that the flags choose.
+    Cancel(CancelArgs),
     /// Give a migration whose connections are lost another way
     ///
     /// At the source: another address of the destination. At the destination: another address to
@@ -1018,6 +1019,23 @@ pub(crate) struct VmArgs {
     /// the only VM of this user]
     #[arg(long, value_name = "NAME|SOCKET")]
     pub(crate) vm: Option<PathBuf>,
+}
+
+/// `pageferry cancel`.
+#[derive(Debug, Args)]
+pub(crate) struct CancelArgs {
+    #[command(flatten)]
+    pub(crate) vm: VmArgs,
+    /// Of a tunnel: only the migrations by this route
+    #[arg(long, value_name = "NAME")]
+    pub(crate) route: Option<String>,
+    /// Of a tunnel: only the migration with this id
+    #[arg(long, value_name = "ID")]
+    pub(crate) session: Option<String>,
+    /// Of a tunnel: cut also a migration whose VM may run at the destination. QEMU may then run the
+    /// VM here too
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 /// `pageferry list`.

@@ -60,7 +60,7 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
         }
         match ask(
             path,
-            &Request::Cancel {},
+            &Request::cancel(),
             CANCEL_LIMIT,
             &Interrupts::default(),
         ) {

@@ -1,6 +1,6 @@
 //! `pageferry recover`, `abandon`, `cancel`: an operator's commands to a migration.
 
-use crate::args::{AbandonArgs, RecoverArgs, VmArgs};
+use crate::args::{AbandonArgs, CancelArgs, RecoverArgs};
 use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::exit::Failure;
@@ -46,8 +46,13 @@ pub(crate) fn abandon(args: &AbandonArgs, interrupts: &Interrupts) -> Result<(),
 ///
 /// # Errors
 /// When there is none, or it is too late.
-pub(crate) fn cancel(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    ask(&args.path()?, &Request::Cancel {}, LIMIT, interrupts)?;
+pub(crate) fn cancel(args: &CancelArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    let request = Request::Cancel {
+        route: args.route.clone(),
+        session: args.session.clone(),
+        force: args.force,
+    };
+    ask(&args.vm.path()?, &request, LIMIT, interrupts)?;
     output::result("cancelling\n");
     Ok(())
 }

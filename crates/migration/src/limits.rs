@@ -80,7 +80,8 @@ impl Silence {
     }
 
     /// The time at which the peer was last heard.
-    pub(crate) fn since(&self) -> Instant {
+    #[must_use]
+    pub const fn since(&self) -> Instant {
         self.heard
     }
 

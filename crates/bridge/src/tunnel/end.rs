@@ -140,6 +140,12 @@ pub struct StreamState {
     pub over: bool,
 }
 
+impl Stream {
+    const fn is_over(&self) -> bool {
+        self.out.is_over() && self.input.is_over()
+    }
+}
+
 impl End {
     /// An end without streams and connections. `start` is what it says of itself.
     #[must_use]
@@ -264,6 +270,12 @@ impl End {
     /// A stream's VMM takes nothing more.
     pub fn stopped(&mut self, stream: u32) {
         self.change(stream, |stream| stream.input.stop());
+    }
+
+    /// The VMM takes no such stream: the other one sees a closed socket.
+    pub fn refused(&mut self, stream: u32) {
+        self.stopped(stream);
+        self.finished(stream, Ending::Broken);
     }
 
     /// A stream's VMM has taken bytes.
@@ -478,6 +490,12 @@ impl End {
         })
     }
 
+    /// The bytes that this end's VMM has written, on all streams.
+    #[must_use]
+    pub fn sent(&self) -> u64 {
+        self.streams.values().map(|stream| stream.out.until()).sum()
+    }
+
     /// Whether the other end has said on any connection that it is a tunnel.
     #[must_use]
     pub fn is_greeted(&self) -> bool {
@@ -500,8 +518,15 @@ impl End {
     /// Whether there were streams, and both directions of all have ended.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        let over = |stream: &Stream| stream.out.is_over() && stream.input.is_over();
-        !self.streams.is_empty() && self.streams.values().all(over)
+        !self.streams.is_empty() && self.streams.values().all(Stream::is_over)
+    }
+
+    /// Whether the other VMM may have all it needs to run the VM, as far as this end knows, if its
+    /// own VMM has written its last byte. The other one's last word may be under way.
+    #[must_use]
+    pub fn is_in_doubt(&self) -> bool {
+        let carries = |stream: &Stream| stream.out.until() > 0 && !stream.is_over();
+        self.side == Side::Near && self.streams.values().any(carries)
     }
 
     /// The session ends: the other end hears `reason` on a connection that works.
@@ -535,7 +560,7 @@ impl End {
             sent: stream.out.until(),
             received: stream.input.written(),
             kept: stream.out.kept(),
-            over: stream.out.is_over() && stream.input.is_over(),
+            over: stream.is_over(),
         })
     }
 }

@@ -2,17 +2,18 @@
 
 use super::session::{Board, Letter, Place, Routes, Session};
 use super::status::{Event, Observer, SessionState, StartError};
-use super::{Config, Letters, MAX_CHANNELS, Route};
+use super::{Config, Letters, MAX_CHANNELS, Route, Threads};
 use pageferry_migration::{Listener, Role, Status};
 use pageferry_transport::address::Address;
 use pageferry_transport::channel::{OpenError, Origin};
-use pageferry_transport::handshake::{Acceptor, Arrival, Expected, Router, Secret, Stranger};
+use pageferry_transport::handshake::{
+    Acceptor, Arrival, Expected, Router, Secret, Stranger, StrangerError,
+};
 use pageferry_transport::wire::{ChannelKey, Hello, SessionId};
 use pageferry_transport::{Mailbox, Quota};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 
 /// The most sessions at once, and of them those of one host. Each has a thread.
 const MAX_SESSIONS: usize = 256;
@@ -34,7 +35,7 @@ struct Desk {
     observer: Arc<dyn Observer>,
     closed: AtomicBool,
     sessions: Mutex<HashMap<SessionId, Known>>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    threads: Threads,
     /// How often strangers are told.
     quota: Quota,
 }
@@ -62,14 +63,13 @@ impl Far {
     ) -> Result<Self, StartError> {
         let address = listener.local_addr().clone();
         let protection = config.protection()?;
-        let of = |route: &Route| (route.name.clone(), route.address.clone());
         let desk = Arc::new(Desk {
             config: Arc::new(config),
-            routes: Arc::new(routes.iter().map(of).collect()),
+            routes: Arc::new(Mutex::new(routes.to_vec())),
             observer,
             closed: AtomicBool::new(false),
             sessions: Mutex::default(),
-            threads: Mutex::default(),
+            threads: Threads::default(),
             quota: Quota::new(),
         });
         let gate = Arc::new(Gate(Arc::clone(&desk)));
@@ -87,6 +87,20 @@ impl Far {
         &self.address
     }
 
+    /// The addresses of VMMs, in the order of the routes.
+    #[must_use]
+    pub fn addresses(&self) -> Vec<Address> {
+        let routes = self.desk.routes.lock();
+        let routes = routes.unwrap_or_else(PoisonError::into_inner);
+        routes.iter().map(|route| route.address.clone()).collect()
+    }
+
+    /// Connects streams by these routes from now on. Those that are open stay.
+    pub fn set_routes(&self, routes: &[Route]) {
+        let known = self.desk.routes.lock();
+        *known.unwrap_or_else(PoisonError::into_inner) = routes.to_vec();
+    }
+
     /// The sessions that are under way.
     #[must_use]
     pub fn sessions(&self) -> Vec<SessionState> {
@@ -102,10 +116,12 @@ impl Far {
         self.desk.closed.store(true, Ordering::Relaxed);
     }
 
-    /// Cuts the streams of all sessions.
-    pub fn cancel(&self) {
+    /// Cuts the streams of the sessions that `which` chooses.
+    pub fn cancel(&self, force: bool, which: impl Fn(&SessionState) -> bool) {
         for known in self.desk.sessions().values() {
-            known.letters.post(Letter::Cancel);
+            if which(&super::read(&known.board)) {
+                known.letters.post(Letter::Cancel { force });
+            }
         }
     }
 
@@ -126,13 +142,8 @@ impl Drop for Far {
     fn drop(&mut self) {
         self.close();
         self.acceptor = None;
-        self.cancel();
-        let threads = self.desk.threads.lock();
-        let threads = std::mem::take(&mut *threads.unwrap_or_else(PoisonError::into_inner));
-        for thread in threads {
-            // Its panic message was printed already.
-            let _ = thread.join();
-        }
+        self.cancel(true, |_| true);
+        self.desk.threads.join();
     }
 }
 
@@ -195,12 +206,7 @@ impl Desk {
             session.run(Vec::new());
             desk.sessions().remove(&id);
         };
-        let thread = std::thread::Builder::new().name("session".into());
-        let thread = thread.spawn(work)?;
-        let threads = self.threads.lock();
-        let mut threads = threads.unwrap_or_else(PoisonError::into_inner);
-        threads.retain(|thread| !thread.is_finished());
-        threads.push(thread);
+        self.threads.spawn("session", work)?;
         Ok(known)
     }
 }
@@ -272,6 +278,11 @@ impl Router for Gate {
     }
 
     fn stranger(&self, mut stranger: Stranger) {
+        if let StrangerError::Refused(Status::UnknownSession) = stranger.why {
+            // A near end, whose last connection comes after the end, or which says it by itself.
+            tracing::debug!(peer = stranger.peer, "its session is over here");
+            return;
+        }
         let Some(left_out) = self.0.quota.take() else {
             return;
         };

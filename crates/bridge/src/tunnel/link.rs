@@ -243,6 +243,17 @@ impl Local {
         (!events.is_empty()).then_some((connection, events))
     }
 
+    /// Whether the VMM may send more.
+    pub(super) const fn reads(&self) -> bool {
+        self.reads
+    }
+
+    /// Whether the VMM has sent what was not read.
+    pub(super) fn has_unread(&self) -> bool {
+        let connection = self.connection.as_ref().filter(|_| self.reads);
+        connection.is_some_and(Connection::has_unread)
+    }
+
     /// Whether the VMM's socket is closed.
     pub(super) const fn is_closed(&self) -> bool {
         self.connection.is_none()

@@ -55,6 +55,7 @@ use pageferry_transport::address::Address;
 use pageferry_transport::handshake::{PlainPolicy, Protection};
 use session::{Board, Letter};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// A named way from a VMM to another.
@@ -125,6 +126,29 @@ impl Default for Config {
 /// Letters to the thread of a session.
 type Letters = Arc<Mailbox<Letter>>;
 
+/// The threads of an end.
+#[derive(Default)]
+struct Threads(Mutex<Vec<JoinHandle<()>>>);
+
+impl Threads {
+    fn spawn(&self, name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(work)?;
+        let mut threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.retain(|thread| !thread.is_finished());
+        threads.push(thread);
+        Ok(())
+    }
+
+    /// Waits for their ends. They have been asked to end.
+    fn join(&self) {
+        let threads = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        for thread in threads {
+            // Its panic message was printed already.
+            let _ = thread.join();
+        }
+    }
+}
+
 fn new_board(route: Name, session: String) -> Board {
     Arc::new(Mutex::new(SessionState {
         route,
@@ -139,6 +163,7 @@ fn new_board(route: Name, session: String) -> Board {
         last_loss: None,
         losses: 0,
         longest_loss: Duration::ZERO,
+        in_doubt: false,
         runs_for: Duration::ZERO,
     }))
 }

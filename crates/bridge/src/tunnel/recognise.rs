@@ -9,6 +9,7 @@
 //! | to the VMM that connected | at most [`SHORT`] at once | yes: the return path of QEMU, page faults of Cloud Hypervisor |
 //! | from it | the stream begins with `QEVM` | no: QEMU's main stream |
 //! | | the stream begins with `0x11223344` | no: multifd |
+//! | | the stream begins with 8 and 0 | no: QEMU's main stream after its own recovery, a command |
 //! | | another stream of QEMU begins otherwise | yes: the preempt channel, which has no magic |
 //! | | a stream begins with 2, and another one with 1, as 16-bit numbers | yes: faults of Cloud Hypervisor |
 //!
@@ -19,6 +20,9 @@
 pub(super) const SHORT: usize = 16 << 10;
 
 const QEMU: [u8; 4] = *b"QEVM";
+/// A command, as a 16-bit number behind its mark. A page on a preempt channel begins with its
+/// address, which is never that high.
+const QEMU_RESUMED: [u8; 2] = [8, 0];
 const MULTIFD: [u8; 4] = 0x1122_3344u32.to_be_bytes();
 /// The first two bytes of Cloud Hypervisor's main connection, and of that for faults.
 const CLOUD_HYPERVISOR: [u8; 2] = 1u16.to_le_bytes();
@@ -79,19 +83,24 @@ impl Head {
         }
     }
 
+    fn is_qemu_main(&self) -> bool {
+        self.bytes == QEMU || self.length > 1 && self.bytes.starts_with(&QEMU_RESUMED)
+    }
+
     /// What a stream seems to be. `others` are the first bytes of all streams of its session.
     #[must_use]
     pub(super) fn kind<'a>(&self, mut others: impl Iterator<Item = &'a Self> + Clone) -> Kind {
         let known = &self.bytes[..usize::from(self.length)];
         let begins = |with: [u8; 2]| known.starts_with(&with);
-        if known == QEMU {
+        if self.is_qemu_main() {
             return Kind::QemuMain;
         }
         if known == MULTIFD {
             return Kind::QemuMultifd;
         }
-        let may_have_magic = QEMU.starts_with(known) || MULTIFD.starts_with(known);
-        if !may_have_magic && others.clone().any(|other| other.bytes == QEMU) {
+        let magics: [&[u8]; 3] = [&QEMU, &QEMU_RESUMED, &MULTIFD];
+        let may_have_magic = magics.iter().any(|magic| magic.starts_with(known));
+        if !may_have_magic && others.clone().any(Self::is_qemu_main) {
             return Kind::QemuPreempt;
         }
         if begins(FAULTS) && others.any(|other| other.bytes.starts_with(&CLOUD_HYPERVISOR)) {
@@ -131,6 +140,18 @@ mod tests {
         let turned: Vec<Kind> = expected.into_iter().rev().collect();
         assert_eq!(kinds(&[&preempt, &multifd, main]), turned);
         assert!(expected[2].is_urgent() && !expected[0].is_urgent());
+    }
+
+    #[test]
+    fn streams_of_qemu_are_recognised_after_its_own_recovery() {
+        // The command for the bitmap of a block, and its length.
+        let (main, preempt) = ([8, 0, 9, 0, 7], [0, 0, 0, 0, 0x12, 0x34, 0x50, 0x08]);
+        let expected = [Kind::QemuMain, Kind::QemuPreempt];
+        assert_eq!(kinds(&[&main, &preempt]), expected);
+        // In the session of before.
+        let found = kinds(&[b"QEVM", &preempt, &main, &preempt]);
+        assert_eq!(found[2..], expected);
+        assert_eq!(kinds(&[b"QEVM", &[8]])[1], Kind::Unknown);
     }
 
     #[test]

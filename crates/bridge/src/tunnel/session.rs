@@ -9,9 +9,8 @@ use super::flow::Link;
 use super::link::{LinkIo, Local, Lost};
 use super::record::Start;
 use super::status::{Event, Failure, Observer, SessionState};
-use super::{Config, Letters, dial::Dialler};
-use pageferry_migration::{Connection, Name};
-use pageferry_transport::address::Address;
+use super::{Config, Letters, Route, dial::Dialler};
+use pageferry_migration::{Connection, Silence};
 use pageferry_transport::channel::Wait;
 use pageferry_transport::sleep_on;
 use rustix::event::{PollFd, PollFlags};
@@ -30,6 +29,9 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 const SIGNS_OF_LIFE: u32 = 5;
 /// The longest that the last words of a failed session may take.
 const PARTING: Duration = Duration::from_secs(1);
+/// The silence after which a VMM has sent all that it has for now. QEMU pauses for 100 ms at most to
+/// keep to a bandwidth.
+const QUIET: Duration = Duration::from_secs(1);
 
 /// Something that a session's thread must hear.
 pub(super) enum Letter {
@@ -39,15 +41,15 @@ pub(super) enum Letter {
     Arrived(u16, Connection),
     /// An attempt of this number to open a connection has ended.
     Dialled(u64, u16, Result<Connection, NotDialled>),
-    /// The user wants the end.
-    Cancel,
+    /// The user wants the end, also of a session in doubt if it is forced.
+    Cancel { force: bool },
 }
 
 /// Why a connection could not be opened. With a failure, no other attempt helps.
 pub(super) type NotDialled = (String, Option<Failure>);
 
 /// Where the streams of a far end go.
-pub(super) type Routes = Vec<(Name, Address)>;
+pub(super) type Routes = Mutex<Vec<Route>>;
 
 /// The part of an end that depends on its side.
 pub(super) enum Place {
@@ -79,14 +81,23 @@ pub(super) struct Session {
     spoke: Instant,
     kept_time: Instant,
     published: Instant,
-    lost_since: Option<Instant>,
+    /// The time without connections, in which this process ran.
+    lost: Option<Silence>,
     last_loss: String,
     was_connected: bool,
     /// Whether the other end has said something.
     was_met: bool,
     /// Since when the end of all streams is said.
     says_end: Option<Instant>,
-    failure: Option<Failure>,
+    /// Why the session ends, and the bytes that the VMM had sent until then.
+    failure: Option<(Failure, u64)>,
+    /// Whether the end of a session in doubt is the user's will, and whether it was told that it is
+    /// held.
+    is_forced: bool,
+    is_held: bool,
+    /// The bytes that the VMM had sent the last time that this was looked at, and when it sent more.
+    sent: u64,
+    sent_at: Instant,
     /// Streams that were opened too late for this session.
     late: Vec<Connection>,
     events: VecDeque<Event>,
@@ -115,12 +126,16 @@ impl Session {
             spoke: now,
             kept_time: now,
             published: now,
-            lost_since: Some(now),
+            lost: Some(Silence::new()),
             last_loss: String::new(),
             was_connected: false,
             was_met: false,
             says_end: None,
             failure: None,
+            is_forced: false,
+            is_held: false,
+            sent: 0,
+            sent_at: now,
             late: Vec::new(),
             events: VecDeque::new(),
         }
@@ -143,7 +158,11 @@ impl Session {
         for connection in streams {
             self.open(&mut end, connection);
         }
-        while self.failure.is_none() && !self.is_done(&mut end) {
+        while !self.is_cut(&end) {
+            if self.is_done(&mut end) {
+                self.failure = None;
+                break;
+            }
             self.take_letters(&mut end);
             let moved = self.move_bytes(&mut end);
             if self.kept_time.elapsed() >= INTERVAL {
@@ -181,16 +200,59 @@ impl Session {
                             }
                             self.last_loss = why;
                             if let Some(failure) = failure {
-                                self.failure.get_or_insert(failure);
+                                self.fail(end, failure);
                             }
                         }
                     }
                 }
-                Letter::Cancel => {
-                    self.failure.get_or_insert(Failure::Cancelled);
+                Letter::Cancel { force } => {
+                    self.is_forced |= force;
+                    // Any other reason comes again.
+                    self.failure = None;
+                    self.fail(end, Failure::Cancelled);
                 }
             }
         }
+    }
+
+    /// The session ends for this reason, unless there was another.
+    fn fail(&mut self, end: &End, failure: Failure) {
+        if self.failure.is_none() {
+            self.failure = Some((failure, end.sent()));
+            self.is_held = false;
+        }
+    }
+
+    /// Whether the VMM has something to say that was not read.
+    fn has_unread(&self) -> bool {
+        self.locals.iter().any(Local::has_unread)
+    }
+
+    fn is_in_doubt(&self, end: &End) -> bool {
+        end.is_in_doubt() && self.sent_at.elapsed() >= QUIET && !self.has_unread()
+    }
+
+    /// Whether a failure cuts the streams now. It does not while the session is in doubt: the other
+    /// VMM may run the VM, and this one would, too, or it has left and only these bytes are the VM.
+    /// No timer decides which of the two runs it.
+    fn is_cut(&mut self, end: &End) -> bool {
+        let Some((failure, sent)) = &self.failure else {
+            return false;
+        };
+        let may_come_right = matches!(failure, Failure::Cancelled | Failure::GaveUp { .. });
+        let matters = may_come_right || self.locals.iter().any(Local::reads);
+        let goes_on = end.sent() > *sent || self.has_unread();
+        if self.is_forced || !end.is_in_doubt() || !matters || goes_on {
+            return true;
+        }
+        if self.is_in_doubt(end) && !self.is_held {
+            self.is_held = true;
+            self.events.push_back(Event::Held(failure.clone()));
+            if *failure == Failure::Cancelled {
+                self.failure = None;
+            }
+        }
+        false
     }
 
     /// The VMM has opened a stream.
@@ -230,9 +292,12 @@ impl Session {
         if !end.is_greeted() {
             return;
         }
-        if let Some(since) = self.lost_since.take() {
+        if let Some(silence) = self.lost.take() {
+            if matches!(self.failure, Some((Failure::GaveUp { .. }, _))) {
+                self.failure = None;
+            }
             if self.was_met {
-                let lost = since.elapsed();
+                let lost = silence.since().elapsed();
                 let mut board = self.board();
                 board.longest_loss = board.longest_loss.max(lost);
                 drop(board);
@@ -251,8 +316,8 @@ impl Session {
         if let Place::Near { dialler } = &mut self.place {
             dialler.lost(link.index);
         }
-        if self.links.is_empty() && self.lost_since.is_none() {
-            self.lost_since = Some(Instant::now());
+        if self.links.is_empty() && self.lost.is_none() {
+            self.lost = Some(Silence::new());
             if self.says_end.is_none() {
                 self.board().losses += 1;
                 self.events.push_back(Event::Lost(why.to_owned()));
@@ -297,7 +362,7 @@ impl Session {
                 }
                 Err(Lost::Link(why)) => self.link_down(end, at, &why),
                 Err(Lost::Session(why)) => {
-                    self.failure.get_or_insert(Failure::Protocol(why));
+                    self.fail(end, Failure::Protocol(why));
                     return moved;
                 }
             }
@@ -315,7 +380,7 @@ impl Session {
     }
 
     /// A far end opens the streams that the other VMM has opened, in their order.
-    fn connect_streams(&mut self, end: &End) {
+    fn connect_streams(&mut self, end: &mut End) {
         let Place::Far { routes, connected } = &mut self.place else {
             return;
         };
@@ -323,28 +388,36 @@ impl Session {
             return;
         };
         let route = &theirs.route;
-        let Some((_, to)) = routes.iter().find(|(name, _)| name == route) else {
-            let known: Vec<&str> = routes.iter().map(|(name, _)| name.as_str()).collect();
+        let routes = locked(routes).clone();
+        let Some(to) = routes.iter().find(|one| one.name == *route) else {
+            let known: Vec<&str> = routes.iter().map(|one| one.name.as_str()).collect();
             let why = format!(
                 "there is no route '{route}' here, only {}",
                 known.join(", ")
             );
-            self.failure.get_or_insert(Failure::Refused(why));
+            self.fail(end, Failure::Refused(why));
             return;
         };
         locked(&self.board).route.clone_from(route);
         while *connected < end.count() {
             let stream = *connected + 1;
             let wait = Wait::block("stream").within(CONNECT_LIMIT);
-            match Connection::connect(to, &wait) {
+            match Connection::connect(&to.address, &wait) {
                 Ok(connection) => {
                     *connected = stream;
                     self.locals.push(Local::new(stream, connection));
                     self.events.push_back(Event::Opened(stream));
                 }
+                // Something else than the VMM may have knocked at the near end.
+                Err(why) if stream > 1 => {
+                    *connected = stream;
+                    end.refused(stream);
+                    self.events
+                        .push_back(Event::Unopened(stream, why.to_string()));
+                }
                 Err(why) => {
                     let why = format!("stream {stream} cannot be opened: {why}");
-                    self.failure.get_or_insert(Failure::NoVmm(why));
+                    self.fail(end, Failure::NoVmm(why));
                     return;
                 }
             }
@@ -366,19 +439,27 @@ impl Session {
             let why = format!("the other end was silent for {} ms", dead_after.as_millis());
             self.link_down(end, at, &why);
         }
-        if let Place::Near { dialler } = &mut self.place
+        if self.sent != end.sent() {
+            (self.sent, self.sent_at) = (end.sent(), Instant::now());
+        }
+        let may_return = match &self.failure {
+            None => end.bye_came().is_none(),
+            Some((failure, _)) => matches!(failure, Failure::GaveUp { .. }),
+        };
+        if may_return
+            && let Place::Near { dialler } = &mut self.place
             && let Err(why) = dialler.dial(self.was_connected)
         {
-            self.failure.get_or_insert(Failure::Host(why));
+            self.fail(end, Failure::Host(why));
         }
         let patience = &self.config.patience;
         // A near end has a stream before it has a session.
         let is_idle = end.count() == 0 && self.began.elapsed() > patience.silence;
-        if matches!(self.place, Place::Far { .. }) && is_idle {
-            let why = format!("it opened no stream in {} s", patience.silence.as_secs());
-            self.failure.get_or_insert(Failure::Refused(why));
-        }
-        let Some(since) = self.lost_since else {
+        let Some(lost) = &self.lost else {
+            if matches!(self.place, Place::Far { .. }) && is_idle {
+                let why = format!("it opened no stream in {} s", patience.silence.as_secs());
+                self.fail(end, Failure::Refused(why));
+            }
             return;
         };
         // A VMM that waits for a far end that was never there would wait for nothing.
@@ -388,12 +469,15 @@ impl Session {
             (true, 0) => Some(patience.silence),
             (true, _) => patience.give_up_after,
         };
-        if let Some(limit) = limit.filter(|limit| since.elapsed() > *limit) {
+        if let Some(limit) = limit.filter(|limit| lost.exceeds(*limit)) {
             let why = self.last_loss.clone();
-            self.failure.get_or_insert(match self.was_connected {
-                true => Failure::GaveUp { after: limit, why },
-                false => Failure::Unreachable(why),
-            });
+            self.fail(
+                end,
+                match self.was_connected {
+                    true => Failure::GaveUp { after: limit, why },
+                    false => Failure::Unreachable(why),
+                },
+            );
         }
     }
 
@@ -402,8 +486,8 @@ impl Session {
         let told = end.bye_came();
         if let Some(reason) = told.filter(|reason| !reason.is_empty()) {
             let failure = Failure::Told(reason.to_owned());
-            self.failure.get_or_insert(failure);
-            return true;
+            self.fail(end, failure);
+            return false;
         }
         let is_over = match &self.place {
             Place::Near { .. } => end.is_over(),
@@ -436,7 +520,7 @@ impl Session {
     fn finish(mut self, mut end: End) -> Vec<Connection> {
         // The VMM sees the end of its streams first.
         self.locals.clear();
-        if let Some(failure) = &self.failure {
+        if let Some((failure, _)) = &self.failure {
             if !matches!(failure, Failure::Told(_)) {
                 end.say_bye(&failure.to_string());
             }
@@ -452,7 +536,7 @@ impl Session {
         self.part();
         self.events.push_back(match self.failure.take() {
             None => Event::Ended,
-            Some(failure) => Event::Failed(failure),
+            Some((failure, _)) => Event::Failed(failure),
         });
         self.publish(&end);
         self.tell(&end);
@@ -499,13 +583,15 @@ impl Session {
         let links = self.links.len() as u16;
         let rates = self.links.iter().filter(|link| link.index > 0);
         let rate = rates.map(LinkIo::rate).sum();
+        let in_doubt = self.is_in_doubt(end);
         let mut board = locked(&self.board);
+        board.in_doubt = in_doubt;
         board.streams = end.streams().collect();
         board.links = (links, 1 + self.config.channels);
         board.rate = rate;
         board.kept = end.kept();
         board.most_kept = board.most_kept.max(board.kept.0 + board.kept.1);
-        board.lost_for = self.lost_since.map(|since| since.elapsed());
+        board.lost_for = self.lost.as_ref().map(|lost| lost.since().elapsed());
         let why = Some(self.last_loss.clone()).filter(|why| !why.is_empty());
         board.last_loss = why;
         board.runs_for = self.began.elapsed();
@@ -536,6 +622,6 @@ impl Session {
     }
 }
 
-fn locked(board: &Board) -> MutexGuard<'_, SessionState> {
-    board.lock().unwrap_or_else(PoisonError::into_inner)
+fn locked<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -32,6 +32,9 @@ pub struct SessionState {
     pub losses: u64,
     /// The longest time without any connection.
     pub longest_loss: Duration,
+    /// Whether the VMM has sent all that it has for now, for a second at least, and waits. So the
+    /// other one may run the VM, and a cut of the streams may let it run twice. At a near end only.
+    pub in_doubt: bool,
     /// The time since the start.
     pub runs_for: Duration,
 }
@@ -53,12 +56,17 @@ pub enum Event {
     Began,
     /// A VMM's stream was opened: its number.
     Opened(u32),
+    /// A stream of the other VMM cannot be opened here: its number, and why. It ends.
+    Unopened(u32, String),
     /// The far end was not reached yet: why. It is tried again.
     Unreached(String),
     /// The last connection is lost.
     Lost(String),
     /// There are connections again, after this time.
     Back(Duration),
+    /// The streams are not cut, for all that this has happened: the session is
+    /// [in doubt](SessionState::in_doubt).
+    Held(Failure),
     /// All streams have ended.
     Ended,
     /// The session has failed.

@@ -16,6 +16,7 @@ mod fc_jail;
 mod fc_move;
 mod scene;
 mod tunnel;
+mod tunnel_doubt;
 mod tunnel_faults;
 mod tunnel_hostile;
 

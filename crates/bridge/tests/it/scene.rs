@@ -5,6 +5,7 @@ use pageferry_bridge::tunnel::{
 };
 use pageferry_migration::Listener;
 use pageferry_testkit::Random;
+use pageferry_testkit::shaper::{Plan, Shaper};
 use pageferry_transport::address::Address;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr};
@@ -102,7 +103,7 @@ pub(crate) struct Scene {
     /// Where the far VMM listens.
     pub(crate) vmm: UnixListener,
     pub(crate) near_path: PathBuf,
-    _scratch: Scratch,
+    pub(crate) scratch: Scratch,
 }
 
 /// Limits that fit tests with faults of milliseconds. A busy machine is such a fault, too.
@@ -179,8 +180,20 @@ impl Scene {
             far_log,
             vmm,
             near_path,
-            _scratch: scratch,
+            scratch,
         }
+    }
+
+    /// A tunnel through a network that fails on demand.
+    pub(crate) fn through_shaper(near: &Config, far: &Config) -> (Self, Shaper) {
+        let mut shaper = None;
+        let scene = Self::with(near, far, |far| {
+            let made = Shaper::start(far, Plan::default()).unwrap();
+            let address = made.addr();
+            shaper = Some(made);
+            address
+        });
+        (scene, shaper.unwrap())
     }
 
     /// Opens a stream of the near VMM.

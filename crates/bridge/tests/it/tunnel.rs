@@ -1,9 +1,11 @@
 //! Streams over a network that works.
 
-use crate::scene::{LIMIT, Scene, calm, exchange, read, window, write};
-use pageferry_bridge::tunnel::Kind;
+use crate::scene::{LIMIT, Scene, calm, exchange, read, route, window, write};
+use pageferry_bridge::tunnel::{Event, Kind};
+use pageferry_testkit::{wait_for, wait_until};
 use std::io::{Read, Write};
 use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 #[test]
@@ -130,4 +132,60 @@ fn streams_of_qemu_are_recognised() {
         kinds,
         [Kind::QemuMain, Kind::QemuMultifd, Kind::QemuPreempt]
     );
+}
+
+#[test]
+fn a_stream_that_cannot_be_opened_ends_alone() {
+    let scene = Scene::new(&calm(), |far| far);
+    let pair = scene.pair();
+    (&pair.0).write_all(b"QEVM").unwrap();
+    (&pair.1).read_exact(&mut [0; 4]).unwrap();
+    // QEMU listens no more once its streams have come. Something else tries the near end's socket.
+    let path = scene.vmm.local_addr().unwrap();
+    std::fs::remove_file(path.as_pathname().unwrap()).unwrap();
+    let probe = scene.open();
+    assert_eq!((&probe).read(&mut [0]).unwrap(), 0);
+    let unopened = |event: &Event| matches!(event, Event::Unopened(2, _));
+    scene.far_log.wait_for(unopened);
+    exchange(&pair, 1, (1 << 20, 1 << 20));
+    drop((pair, probe));
+    assert_eq!(scene.near_log.end(1).0, Ok(()));
+    assert_eq!(scene.far_log.end(1).0, Ok(()));
+}
+
+#[test]
+fn routes_come_and_go() {
+    let scene = Scene::new(&calm(), |far| far);
+    let (near, far) = (scene.scratch.path("near2"), scene.scratch.path("far2"));
+    let vmm = UnixListener::bind(&far).unwrap();
+    let old = scene.pair();
+    scene.far.set_routes(&[route("two", &far)]);
+    scene.near.set_routes(&[route("two", &near)]);
+    let new = wait_for("the new route", || UnixStream::connect(&near).ok());
+    (&new).write_all(b"x").unwrap();
+    let mut got = [0];
+    vmm.accept().unwrap().0.read_exact(&mut got).unwrap();
+    assert_eq!(&got, b"x");
+    // The session of the route that has gone goes on, and is its last one.
+    exchange(&old, 2, (100_000, 100_000));
+    drop(old);
+    wait_until("the end of the old route", || !scene.near_path.exists());
+}
+
+#[test]
+fn a_normal_end_has_no_strangers() {
+    let scene = Scene::new(&calm(), |far| far);
+    // The second connection is being opened when the end comes, or is about to be.
+    for number in 1..=40 {
+        let pair = scene.pair();
+        std::thread::sleep(Duration::from_millis(number % 20));
+        drop(pair);
+        assert_eq!(scene.far_log.end(number as usize).0, Ok(()));
+    }
+    let strangers = scene.far_log.events();
+    let strangers = strangers
+        .iter()
+        .filter(|event| matches!(event, Event::Stranger(_)));
+    let strangers: Vec<&Event> = strangers.collect();
+    assert!(strangers.is_empty(), "{strangers:?}");
 }

@@ -1,28 +1,16 @@
 //! Streams over a network that fails, by seeded schedules and at chosen moments.
 
 use crate::scene::{Scene, calm, exchange, quick};
-use pageferry_bridge::tunnel::{Config, Event, Failure, SessionState};
-use pageferry_testkit::shaper::{Plan, Schedule, Shaper, Which};
+use pageferry_bridge::tunnel::{Event, Failure, SessionState};
+use pageferry_testkit::shaper::{Schedule, Which};
 use pageferry_testkit::{rotating_seeds, wait_until};
 use std::io::{Read, Write};
 use std::time::Duration;
 
-/// A tunnel through a network that fails on demand.
-fn through_shaper(config: &Config) -> (Scene, Shaper) {
-    let mut shaper = None;
-    let scene = Scene::new(config, |far| {
-        let made = Shaper::start(far, Plan::default()).unwrap();
-        let address = made.addr();
-        shaper = Some(made);
-        address
-    });
-    (scene, shaper.unwrap())
-}
-
 #[test]
 fn seeded_schedules_lose_no_byte() {
     for seed in rotating_seeds("PAGEFERRY_TUNNEL_SCHEDULES", 2, 30) {
-        let (scene, shaper) = through_shaper(&quick());
+        let (scene, shaper) = Scene::through_shaper(&quick(), &quick());
         // Enough for the whole schedule at the rate that the faults leave.
         shaper.throttle(Some(20 << 20));
         let pairs: Vec<_> = (0..3).map(|_| scene.pair()).collect();
@@ -42,7 +30,7 @@ fn seeded_schedules_lose_no_byte() {
 
 #[test]
 fn a_frozen_network_is_left_and_found_again() {
-    let (scene, shaper) = through_shaper(&quick());
+    let (scene, shaper) = Scene::through_shaper(&quick(), &quick());
     let (near, far) = scene.pair();
     (&near).write_all(b"before").unwrap();
     let mut got = [0; 6];
@@ -68,7 +56,7 @@ fn a_frozen_network_is_left_and_found_again() {
 fn a_far_end_that_is_gone_for_good_is_given_up() {
     let mut config = calm();
     config.patience.give_up_after = Some(Duration::from_millis(600));
-    let (scene, shaper) = through_shaper(&config);
+    let (scene, shaper) = Scene::through_shaper(&config, &config);
     let (near, far) = scene.pair();
     shaper.refuse(true);
     shaper.reset(Which::All);
@@ -86,7 +74,7 @@ fn a_far_end_that_is_gone_for_good_is_given_up() {
 fn a_far_end_that_was_never_there_is_told_to_the_vmm() {
     let mut config = calm();
     config.patience.connect = Duration::from_millis(1500);
-    let (scene, shaper) = through_shaper(&config);
+    let (scene, shaper) = Scene::through_shaper(&config, &config);
     shaper.refuse(true);
     let mut rest = Vec::new();
     (&scene.open()).read_to_end(&mut rest).unwrap();
@@ -102,8 +90,12 @@ fn a_far_end_that_was_never_there_is_told_to_the_vmm() {
 
 #[test]
 fn a_far_end_that_was_started_again_has_forgotten_the_session() {
-    let (scene, shaper) = through_shaper(&calm());
+    let (scene, shaper) = Scene::through_shaper(&calm(), &calm());
     let (near, _far) = scene.pair();
+    wait_until("both ends to have met", || {
+        let now = &scene.near.sessions()[0];
+        now.links == (2, 2) && now.lost_for.is_none()
+    });
     let Scene {
         far,
         near_log,

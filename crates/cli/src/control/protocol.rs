@@ -45,8 +45,18 @@ pub(crate) enum Request {
     },
     /// Change the settings of the current migration.
     Set(ChangeOptions),
-    /// Cancel the current migration.
-    Cancel {},
+    /// Cancel the current migration. The fields choose those of a tunnel.
+    Cancel {
+        /// Only those of this route.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        route: Option<String>,
+        /// Only the one with this id.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        session: Option<String>,
+        /// Also where the VM may run at the destination, and would run here too.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        force: bool,
+    },
     /// Give a migration that is handed over another way. One of the two.
     Recover {
         /// At the source: an address to reach the destination by.
@@ -68,6 +78,17 @@ pub(crate) enum Request {
     Report {},
     /// End the VM.
     Quit {},
+}
+
+impl Request {
+    /// Cancels the current migration, without a choice.
+    pub(crate) const fn cancel() -> Self {
+        Self::Cancel {
+            route: None,
+            session: None,
+            force: false,
+        }
+    }
 }
 
 fn is_default(options: &MigrateOptions) -> bool {

@@ -121,7 +121,15 @@ impl Service for HostService {
             } => host.migrate(&to, precopy_passes, &options, event),
             Request::Check { to, options } => host.check(&to, &options),
             Request::Set(change) => host.set(&change),
-            Request::Cancel {} => host.cancel(),
+            Request::Cancel {
+                route: None,
+                session: None,
+                force: false,
+            } => host.cancel(),
+            Request::Cancel { .. } => {
+                let why = "only a tunnel's migrations have routes, and may be forced to end";
+                Err(Failure::new(Exit::Declined, why))
+            }
             Request::Recover { to, listen } => host.recover(to.as_deref(), listen.as_deref()),
             Request::Abandon { resume_here } => host.abandon(resume_here),
             // The connection to the console is the server's.

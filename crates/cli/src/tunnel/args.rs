@@ -14,11 +14,11 @@ use std::time::Duration;
 #[command(
     after_help = EXIT_CODES,
     group(ArgGroup::new("side").required(true).args(["to", "accept"])),
-    group(ArgGroup::new("streams").required(true).multiple(true).args(["listen", "connect", "routes"])),
+    group(ArgGroup::new("streams").required(true).multiple(true).args(["listen", "connect", "routes", "route_dir"])),
 )]
 pub(crate) struct TunnelArgs {
     /// At the source: where the VMM connects, such as unix:/run/vm.sock
-    #[arg(long, value_name = "ADDR", conflicts_with = "routes")]
+    #[arg(long, value_name = "ADDR", conflicts_with_all = ["routes", "route_dir"])]
     pub(super) listen: Option<Address>,
     /// At the source: the address on which the other tunnel accepts
     #[arg(long, value_name = "HOST:PORT")]
@@ -27,12 +27,16 @@ pub(crate) struct TunnelArgs {
     #[arg(long, value_name = "HOST:PORT")]
     pub(super) accept: Option<Address>,
     /// At the destination: where the VMM listens, such as unix:/run/vm.sock
-    #[arg(long, value_name = "ADDR", conflicts_with = "routes")]
+    #[arg(long, value_name = "ADDR", conflicts_with_all = ["routes", "route_dir"])]
     pub(super) connect: Option<Address>,
     /// A named way in place of --listen or --connect; may be given again. Both tunnels use the same
     /// names
     #[arg(long = "route", value_name = "NAME=ADDR", value_parser = route)]
     pub(super) routes: Vec<Route>,
+    /// A directory of more of them, read once a second: each file is a route, has its name, and
+    /// contains its ADDR
+    #[arg(long, value_name = "DIR")]
+    pub(super) route_dir: Option<PathBuf>,
     #[command(flatten)]
     owner: OwnerArgs,
     /// End after one migration, with its exit code
@@ -74,7 +78,7 @@ pub(crate) struct TunnelArgs {
     pub(super) events: bool,
 }
 
-fn route(text: &str) -> Result<Route, String> {
+pub(super) fn route(text: &str) -> Result<Route, String> {
     let Some((name, address)) = text.split_once('=') else {
         return Err(format!("'{text}' is no route: expected NAME=unix:PATH"));
     };
@@ -105,7 +109,7 @@ impl TunnelArgs {
         }
     }
 
-    /// The ways of the streams at this end.
+    /// The ways of the streams at this end that its flags name.
     pub(super) fn routes(&self) -> Vec<Route> {
         match self.listen.as_ref().or(self.connect.as_ref()) {
             None => self.routes.clone(),

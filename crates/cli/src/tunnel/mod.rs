@@ -1,12 +1,15 @@
 //! `pageferry tunnel`: carries the migration streams of other VMMs.
 //!
 //! **Guarantee.** The end of this command never cuts a migration unasked: the first Ctrl-C or
-//! SIGTERM takes no new ones, and waits for those under way. The second cuts them.
+//! SIGTERM takes no new ones, and waits for those under way. The second cuts them, but those whose
+//! VM may run at the destination. The third cuts these too.
 //!
 //! **Mechanism.** The crate `bridge` carries. The control socket answers `status`, `watch`, `list`,
 //! `cancel` and `quit`, as that of a VM does.
 
 mod args;
+mod metrics;
+mod routes;
 mod service;
 mod text;
 
@@ -17,10 +20,13 @@ use crate::pager::service as manager;
 use crate::signals::Interrupts;
 use crate::{sockets, wall_clock};
 pub(crate) use args::TunnelArgs;
+use metrics::Totals;
 use pageferry_bridge::tunnel::{
-    Config, Event, Failure as Cut, Far, Near, Observer, SessionState, StartError,
+    Config, Event, Failure as Cut, Far, Near, Observer, Route, SessionState, StartError,
 };
 use pageferry_migration::Listener;
+use pageferry_transport::address::Address;
+use routes::Routes;
 use serde_json::json;
 use service::TunnelService;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -52,10 +58,10 @@ impl End {
         }
     }
 
-    fn cancel(&self) {
+    fn cancel(&self, force: bool, which: impl Fn(&SessionState) -> bool) {
         match self {
-            Self::Near(near) => near.cancel(),
-            Self::Far(far) => far.cancel(),
+            Self::Near(near) => near.cancel(force, which),
+            Self::Far(far) => far.cancel(force, which),
         }
     }
 
@@ -68,26 +74,32 @@ impl End {
         }
     }
 
+    fn set_routes(&self, routes: &[Route]) {
+        match self {
+            Self::Near(near) => near.set_routes(routes),
+            Self::Far(far) => far.set_routes(routes),
+        }
+    }
+
     /// What it does, in one line.
-    fn about(&self, args: &TunnelArgs) -> String {
-        let list = |addresses: Vec<String>| addresses.join(", ");
+    fn about(&self) -> String {
+        let list = |addresses: &[Address]| match addresses {
+            [] => "no route yet".to_owned(),
+            some => {
+                let texts: Vec<String> = some.iter().map(ToString::to_string).collect();
+                texts.join(", ")
+            }
+        };
         match self {
             Self::Near(near) => {
-                let at = near.addresses().iter().map(ToString::to_string).collect();
-                let to = args
-                    .to
-                    .as_ref()
-                    .map(ToString::to_string)
-                    .unwrap_or_default();
-                format!("listening at {}, to {to}", list(at))
+                format!("listening at {}, to {}", list(&near.addresses()), near.to())
             }
             Self::Far(far) => {
-                let routes = args.routes();
-                let to = routes
-                    .iter()
-                    .map(|route| route.address.to_string())
-                    .collect();
-                format!("listening at {}, to {}", far.address(), list(to))
+                format!(
+                    "listening at {}, to {}",
+                    far.address(),
+                    list(&far.addresses())
+                )
             }
         }
     }
@@ -102,6 +114,7 @@ struct Ended {
 /// Tells what happens, and passes ends on.
 struct Tells {
     events: bool,
+    totals: Arc<Totals>,
     ended: Mutex<Sender<Ended>>,
 }
 
@@ -124,6 +137,7 @@ impl Observer for Tells {
         };
         // A session without streams is a near end that has dialled again, or a stranger.
         if let Some(state) = session.filter(|state| !state.streams.is_empty()) {
+            self.totals.add(state, failure.is_some());
             let ended = Ended {
                 state: state.clone(),
                 failure,
@@ -142,17 +156,18 @@ impl Observer for Tells {
 pub(crate) fn tunnel(args: &TunnelArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     args.check().map_err(|why| Failure::new(Exit::Usage, why))?;
     let (sender, ended) = channel();
+    let totals = Arc::new(Totals::default());
     let observer = Arc::new(Tells {
         events: args.events,
+        totals: Arc::clone(&totals),
         ended: Mutex::new(sender),
     });
     let end = Arc::new(start(args, args.config(), observer)?);
-    let service = Arc::new(TunnelService::new(Arc::clone(&end), end.about(args)));
+    let service = Arc::new(TunnelService::new(Arc::clone(&end)));
     let _control = control(args, &service)?;
     let metrics = Arc::clone(&end);
-    let _metrics =
-        crate::metrics::serve(&args.metrics, move || text::metrics(&metrics.sessions()))?;
-    let about = end.about(args);
+    let _metrics = crate::metrics::serve(&args.metrics, move || totals.page(&metrics.sessions()))?;
+    let about = end.about();
     if args.json || args.events {
         output::note(&about);
     } else {
@@ -217,8 +232,12 @@ fn serve(
 ) -> Result<(), Failure> {
     let mut watchdog = manager::Watchdog::new();
     let mut renewed = Instant::now();
+    let mut routes = Routes::new(args);
     let mut asked = 0;
     loop {
+        if let Some(routes) = routes.changed() {
+            end.set_routes(routes);
+        }
         if renewed.elapsed() >= RENEW {
             renewed = Instant::now();
             end.renew();
@@ -240,14 +259,18 @@ fn serve(
         let busy = end.sessions().len();
         if now > 0 && asked == 0 {
             end.close();
-            if busy > 0 {
+            if now == 1 && busy > 0 {
                 let s = if busy == 1 { "" } else { "s" };
                 output::note(&format!(
                     "waiting for {busy} migration{s} (again: cut them)"
                 ));
             }
-        } else if now > asked {
-            end.cancel();
+        }
+        if now > 1 && now > asked {
+            if now == 2 && end.sessions().iter().any(|one| one.in_doubt) {
+                output::note(&format!("{} (again: cut them all)", text::IN_DOUBT));
+            }
+            end.cancel(now > 2, |_| true);
         }
         asked = now;
         if asked > 0 && busy == 0 {

@@ -4,6 +4,7 @@ use super::{End, text};
 use crate::control::protocol::{Event, Request};
 use crate::control::server::Service;
 use crate::exit::{Exit, Failure};
+use pageferry_bridge::tunnel::SessionState;
 use pageferry_machine::Console;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -12,16 +13,14 @@ use std::time::Instant;
 
 pub(super) struct TunnelService {
     end: Arc<End>,
-    about: String,
     began: Instant,
     quits: AtomicBool,
 }
 
 impl TunnelService {
-    pub(super) fn new(end: Arc<End>, about: String) -> Self {
+    pub(super) fn new(end: Arc<End>) -> Self {
         Self {
             end,
-            about,
             began: Instant::now(),
             quits: AtomicBool::new(false),
         }
@@ -51,17 +50,38 @@ impl Service for TunnelService {
                 let sessions: Vec<Value> = sessions.iter().map(text::json).collect();
                 Ok(json!({
                     "state": state,
-                    "tunnel": { "about": self.about, "sessions": sessions },
+                    "tunnel": { "about": self.end.about(), "sessions": sessions },
                     "pid": std::process::id(),
                     "uptime_ms": self.began.elapsed().as_millis() as u64,
                 }))
             }
-            Request::Cancel {} => {
-                if self.end.sessions().is_empty() {
-                    return Err(Failure::new(Exit::Declined, "no migration is under way"));
+            Request::Cancel {
+                route,
+                session,
+                force,
+            } => {
+                let chosen = |state: &SessionState| {
+                    let is = |wanted: &Option<String>, found: &str| {
+                        wanted.as_ref().is_none_or(|wanted| wanted == found)
+                    };
+                    is(&route, state.route.as_str()) && is(&session, &state.session)
+                };
+                let mut sessions = self.end.sessions();
+                sessions.retain(chosen);
+                let declined = |why: String| Err(Failure::new(Exit::Declined, why));
+                if sessions.is_empty() {
+                    let of_those = if route.is_some() || session.is_some() {
+                        " of those that were chosen"
+                    } else {
+                        ""
+                    };
+                    return declined(format!("no migration{of_those} is under way"));
                 }
-                self.end.cancel();
-                Ok(json!({}))
+                if let Some(one) = sessions.iter().find(|one| one.in_doubt && !force) {
+                    return declined(format!("{}: {}", one.route, text::IN_DOUBT));
+                }
+                self.end.cancel(force, chosen);
+                Ok(json!({"state": "cancelling"}))
             }
             Request::Quit {} => {
                 self.quits.store(true, Ordering::Relaxed);

@@ -6,7 +6,12 @@ use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::Duration;
 
-fn ms(time: Duration) -> u64 {
+/// What a cut would cost.
+pub(super) const IN_DOUBT: &str = "the VMM here has sent all it had and waits, so the destination \
+may run the VM, and with the streams cut it may run here too. See that it runs at one host only, \
+then `pageferry cancel --force`";
+
+pub(super) fn ms(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
@@ -44,6 +49,7 @@ pub(super) fn json(state: &SessionState) -> Value {
         "last_loss": state.last_loss,
         "losses": state.losses,
         "longest_loss_ms": ms(state.longest_loss),
+        "in_doubt": state.in_doubt,
         "runs_for_ms": ms(state.runs_for),
     })
 }
@@ -53,9 +59,11 @@ pub(super) fn event(event: &Event) -> Value {
     match event {
         Event::Began => json!("began"),
         Event::Opened(stream) => json!({ "opened": { "stream": stream } }),
+        Event::Unopened(stream, why) => json!({ "unopened": { "stream": stream, "why": why } }),
         Event::Unreached(why) => json!({ "unreached": { "why": why } }),
         Event::Lost(why) => json!({ "lost": { "why": why } }),
         Event::Back(after) => json!({ "back": { "after_ms": ms(*after) } }),
+        Event::Held(why) => json!({ "held": { "why": why.to_string() } }),
         Event::Ended => json!("ended"),
         Event::Failed(why) => json!({ "failed": { "why": why.to_string() } }),
         Event::Stranger(who) => json!({ "stranger": { "who": who } }),
@@ -70,9 +78,13 @@ pub(super) fn told(session: Option<&SessionState>, event: &Event) -> Option<Stri
         .unwrap_or_default();
     Some(match event {
         Event::Opened(1) => format!("{route}: a migration begins"),
+        Event::Unopened(stream, why) => {
+            format!("{route}: stream {stream} cannot be opened, and ends: {why}")
+        }
         Event::Unreached(why) => format!("{route}: {why}; trying again"),
         Event::Lost(why) => format!("{route}: the connections broke, opening new ones: {why}"),
         Event::Back(after) => format!("{route}: connected again after {} ms", after.as_millis()),
+        Event::Held(why) => format!("{route}: {why}; but {IN_DOUBT}"),
         Event::Stranger(who) => format!("refused a stranger: {who}"),
         _ => return None,
     })
@@ -143,6 +155,9 @@ fn session(session: &Value) -> String {
     if number("rate") > 0 {
         let _ = write!(text, ", {}/s", human(number("rate")));
     }
+    if session["in_doubt"] == true {
+        text.push_str(", the destination may run the VM");
+    }
     if let Some(ms) = session["lost_for_ms"].as_u64() {
         let _ = write!(text, ", no connection for {} s", ms / 1000);
         if let Some(why) = session["last_loss"].as_str() {
@@ -188,68 +203,4 @@ pub(crate) fn table(status: &Value) -> String {
     let seconds = status["uptime_ms"].as_u64().unwrap_or(0) / 1000;
     row("process", &format!("{}, for {seconds} s", status["pid"]));
     text
-}
-
-/// The metrics of a tunnel.
-pub(super) fn metrics(sessions: &[SessionState]) -> String {
-    let mut page = crate::metrics::Page::with_build();
-    page.family("tunnel_sessions", "gauge", "Migrations under way.");
-    page.sample("tunnel_sessions", "", sessions.len());
-    type Of = fn(&SessionState) -> u64;
-    let families: [(&str, &str, &str, Of); 8] = [
-        (
-            "sent_bytes_total",
-            "counter",
-            "Bytes that this end's VMM has written.",
-            |s| s.bytes().0,
-        ),
-        (
-            "received_bytes_total",
-            "counter",
-            "Bytes that it was given.",
-            |s| s.bytes().1,
-        ),
-        ("streams", "gauge", "Streams.", |s| s.streams.len() as u64),
-        ("connections", "gauge", "Connections that work.", |s| {
-            s.links.0.into()
-        }),
-        (
-            "losses_total",
-            "counter",
-            "How often all connections were lost.",
-            |s| s.losses,
-        ),
-        (
-            "lost_milliseconds",
-            "gauge",
-            "The time without any connection until now.",
-            |s| ms(s.lost_for.unwrap_or_default()),
-        ),
-        (
-            "kept_bytes",
-            "gauge",
-            "Bytes that are kept until they are delivered.",
-            |s| s.kept.0,
-        ),
-        (
-            "waiting_bytes",
-            "gauge",
-            "Bytes that wait for the VMM.",
-            |s| s.kept.1,
-        ),
-    ];
-    for (name, kind, help, of) in families {
-        let name = format!("tunnel_session_{name}");
-        page.family(&name, kind, help);
-        for state in sessions {
-            let route = state
-                .route
-                .as_str()
-                .replace('\\', "\\\\")
-                .replace('"', "\\\"");
-            let labels = format!("route=\"{route}\",session=\"{}\"", state.session);
-            page.sample(&name, &labels, of(state));
-        }
-    }
-    page.finish()
 }

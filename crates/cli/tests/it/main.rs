@@ -49,6 +49,7 @@ mod support;
 mod terminal;
 mod trust;
 mod tunnel;
+mod tunnel_libvirt;
 mod tunnel_qemu;
 mod two_hosts;
 mod two_processes;

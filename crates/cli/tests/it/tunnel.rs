@@ -2,12 +2,12 @@
 
 use crate::json_document::Document;
 use crate::support::{Dir, Process, ask, pageferry, status};
-use pageferry_testkit::wait_until;
+use pageferry_testkit::{wait_for, wait_until};
 use rustix::process::Signal;
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -32,13 +32,7 @@ impl Pair {
         let connect = format!("unix:{}", connect.display());
         let args = ["tunnel", "--accept", "127.0.0.1:0", "--connect", &connect];
         let far = Process::start(&[&args[..], far_flags].concat(), &dir);
-        let at = far.wait_until_said("listening at ");
-        let at = at
-            .split(',')
-            .next()
-            .unwrap()
-            .trim_start_matches("tcp:")
-            .to_owned();
+        let at = address_of(&far);
         let out = format!("unix:{}", listen.display());
         let args = ["tunnel", "--listen", &out, "--to", &at];
         let near = Process::start(&[&args[..], near_flags].concat(), &dir);
@@ -71,6 +65,23 @@ fn use_up((mut near, mut far): (UnixStream, UnixStream)) {
     assert_eq!(got, b"QEVM\0\0\0\x03");
     far.shutdown(Shutdown::Write).unwrap();
     near.read_to_end(&mut got).unwrap();
+}
+
+fn metrics_at(socket: &Path) -> String {
+    let mut metrics = UnixStream::connect(socket).unwrap();
+    metrics
+        .write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        .unwrap();
+    let mut page = String::new();
+    metrics.read_to_string(&mut page).unwrap();
+    page
+}
+
+/// Where a far end listens.
+fn address_of(far: &Process) -> String {
+    let said = far.wait_until_said("listening at ");
+    let at = said.split(',').next().unwrap();
+    at.trim_start_matches("tcp:").to_owned()
 }
 
 #[test]
@@ -172,12 +183,7 @@ fn a_tunnel_answers_as_a_vm_does() {
         let refused = ask(&socket, &format!("{{\"command\":\"{command}\"{more}}}\n")).unwrap();
         assert_eq!(refused["error"]["kind"], "declined", "{command}");
     }
-    let mut metrics = UnixStream::connect(pair.dir.path("near.metrics")).unwrap();
-    metrics
-        .write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-        .unwrap();
-    let mut page = String::new();
-    metrics.read_to_string(&mut page).unwrap();
+    let page = metrics_at(&pair.dir.path("near.metrics"));
     assert!(page.contains("pageferry_tunnel_sessions 1\n"), "{page}");
     assert!(
         page.contains("pageferry_tunnel_session_sent_bytes_total{route=\"default\",session=\""),
@@ -230,13 +236,7 @@ fn a_tunnel_says_why_it_cannot_carry() {
         "--once",
     ];
     let far = Process::start(&args, &dir);
-    let at = far.wait_until_said("listening at ");
-    let at = at
-        .split(',')
-        .next()
-        .unwrap()
-        .trim_start_matches("tcp:")
-        .to_owned();
+    let at = address_of(&far);
     let near = Process::start(&["tunnel", "--listen", &out, "--to", &at, "--once"], &dir);
     near.wait_until_said("listening at ");
     let _stream = UnixStream::connect(dir.path("out")).unwrap();
@@ -279,4 +279,115 @@ fn a_tunnel_says_why_it_cannot_carry() {
     ] {
         pageferry(&[&["tunnel"], flags].concat()).assert_failed(code, part);
     }
+}
+
+/// The destination has all of the VM, and its last word is under way.
+#[test]
+fn a_vm_that_may_run_at_the_destination_is_cut_by_force_only() {
+    let dir = Dir::new();
+    let socket = dir.path("near.sock");
+    let socket = socket.to_str().unwrap().to_owned();
+    let pair = Pair::start_in(dir, &["--control", &socket], &[]);
+    let (mut near, mut far) = pair.open();
+    near.write_all(b"QEVM").unwrap();
+    far.read_exact(&mut [0; 4]).unwrap();
+    let cancel = |flags: &[&str]| pageferry(&[&["cancel", "--vm", &socket], flags].concat());
+    cancel(&["--route", "other"]).assert_failed(17, "no migration of those that were chosen");
+    wait_until("the doubt", || {
+        let now = status(socket.as_ref()).unwrap();
+        now["tunnel"]["sessions"][0]["in_doubt"] == true
+    });
+    cancel(&["--route", "default"]).assert_failed(17, "the destination may run the VM");
+    let now = status(socket.as_ref()).unwrap();
+    let id = now["tunnel"]["sessions"][0]["session"].as_str().unwrap();
+    // The second one declines too, and the third is by force.
+    pair.near.interrupt();
+    pair.near.wait_until_said("waiting for 1 migration");
+    pair.near.interrupt();
+    pair.near.wait_until_said("again: cut them all");
+    pair.near.wait_until_said("default: cancelled");
+    cancel(&["--session", id, "--force"]).assert_ok();
+    assert_eq!(near.read(&mut [0]).unwrap(), 0);
+    pair.near.end().assert_ok();
+    pair.far.interrupt();
+    pair.far.end().assert_ok();
+}
+
+/// A hundred of them wait, and one carries.
+#[test]
+fn routes_of_a_directory_come_and_go() {
+    let dir = Dir::new();
+    let of = |name: &str| {
+        let path = dir.path(name);
+        std::fs::create_dir(&path).unwrap();
+        path
+    };
+    let (near_dir, far_dir) = (of("near"), of("far"));
+    let unix = |path: &Path| format!("unix:{}\n", path.display());
+    for number in 0..100 {
+        let socket = dir.path(&format!("out-{number}"));
+        std::fs::write(near_dir.join(format!("vm-{number}")), unix(&socket)).unwrap();
+    }
+    std::fs::write(near_dir.join("wrong"), "nowhere").unwrap();
+    let metrics = format!("unix:{}", dir.path("metrics").display());
+    let at_far = ["tunnel", "--accept", "127.0.0.1:0", "--route-dir"];
+    let far = Process::start(&[&at_far[..], &[far_dir.to_str().unwrap()]].concat(), &dir);
+    let to = address_of(&far);
+    let at_near = ["tunnel", "--to", &to, "--metrics", &metrics, "--route-dir"];
+    let near = Process::start(
+        &[&at_near[..], &[near_dir.to_str().unwrap()]].concat(),
+        &dir,
+    );
+    near.wait_until_said("wrong is no route: ");
+    let last = dir.path("out-99");
+    wait_until("the last socket", || last.exists());
+    let threads = std::fs::read_dir(format!("/proc/{}/task", near.pid())).unwrap();
+    let threads = threads.count();
+    assert!(threads < 12, "{threads} threads for idle routes");
+    let connect = dir.path("in");
+    let vmm = UnixListener::bind(&connect).unwrap();
+    std::fs::write(far_dir.join("vm-99"), unix(&connect)).unwrap();
+    // A route that is not there is told. The far end looks once a second.
+    let streams = wait_for("the route at the far end", || {
+        let near = UnixStream::connect(&last).unwrap();
+        near.set_read_timeout(Some(LIMIT)).unwrap();
+        vmm.set_nonblocking(true).unwrap();
+        std::thread::sleep(Duration::from_millis(300));
+        let (far, _) = vmm.accept().ok()?;
+        far.set_nonblocking(false).unwrap();
+        far.set_read_timeout(Some(LIMIT)).unwrap();
+        Some((near, far))
+    });
+    use_up(streams);
+    let ended = "pageferry_tunnel_migrations_total{route=\"vm-99\",result=\"ended\"} 1\n";
+    let carried = "pageferry_tunnel_sent_bytes_total{route=\"vm-99\"} 8\n";
+    wait_until("the totals", || {
+        let page = metrics_at(&dir.path("metrics"));
+        page.contains(ended) && page.contains(carried)
+    });
+    std::fs::remove_file(near_dir.join("vm-99")).unwrap();
+    wait_until("the socket to go", || !last.exists());
+    for process in [near, far] {
+        process.interrupt();
+        process.end().assert_ok();
+    }
+}
+
+/// A far end that is gone is given up after two seconds in which the near end runs.
+#[test]
+fn time_in_which_a_tunnel_does_not_run_is_no_silence() {
+    let pair = Pair::start(&["--give-up-after", "2s", "--once"], &[]);
+    let (near, _far) = pair.open();
+    pair.far.signal(Signal::KILL);
+    pair.near.wait_until_said("the connections broke");
+    pair.near.signal(Signal::STOP);
+    std::thread::sleep(Duration::from_secs(3));
+    pair.near.signal(Signal::CONT);
+    near.set_read_timeout(Some(Duration::from_millis(500)))
+        .unwrap();
+    let read = (&near).read(&mut [0]).map_err(|why| why.kind());
+    assert_eq!(read, Err(std::io::ErrorKind::WouldBlock));
+    pair.near
+        .end()
+        .assert_failed(13, "the connections were lost for 2 s");
 }
