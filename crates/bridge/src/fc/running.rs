@@ -18,7 +18,9 @@ use std::io::Read as _;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 const PAGE: u64 = 4096;
 /// The pages that are copied at once.
@@ -27,6 +29,10 @@ const PIECE: usize = 8;
 const HAS_BYTES: u64 = 0b11 << 62;
 /// The longest list of mappings: the kernel's limit is 65 530 of them.
 const MAX_MAPS: u64 = 16 << 20;
+/// The longest description of all mappings.
+const MAX_SMAPS: u64 = 256 << 20;
+/// The least memory of a VM, in KiB. Firecracker's own data is less.
+const LEAST_RAM: u64 = 1 << 10;
 /// The alignment of a region in Firecracker's process.
 const ALIGN: u64 = 2 << 20;
 
@@ -38,6 +44,8 @@ pub(super) struct Running {
     regions: Vec<Range<u64>>,
     /// Whether nothing may be written any more.
     held: RwLock<bool>,
+    /// The bytes that were copied, and the time that took in nanoseconds.
+    copied: (AtomicU64, AtomicU64),
 }
 
 impl Running {
@@ -59,6 +67,7 @@ impl Running {
             mem: open("mem")?,
             pagemap: open("pagemap")?,
             held: RwLock::new(false),
+            copied: Default::default(),
         })
     }
 
@@ -73,6 +82,7 @@ impl Running {
         if *held {
             return;
         }
+        let began = Instant::now();
         // Without this memory the copy is slower, or Firecracker says in the pause what is wrong.
         let (at, length) = (pages.start * PAGE, (pages.end - pages.start) * PAGE);
         let _ = rustix::fs::fallocate(file, FallocateFlags::empty(), at, length);
@@ -89,6 +99,15 @@ impl Running {
             }
             offset += region.end - region.start;
         }
+        let took = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.copied.1.fetch_add(took, Ordering::Relaxed);
+    }
+
+    /// The time that it takes to write so many bytes, as measured by the copy so far.
+    pub(super) fn time_of(&self, bytes: u64) -> Option<Duration> {
+        let [copied, ns] = [&self.copied.0, &self.copied.1].map(|n| n.load(Ordering::Relaxed));
+        let ns = u128::from(bytes) * u128::from(ns) / u128::from(copied.max(1));
+        (copied > 0).then(|| Duration::from_nanos(u64::try_from(ns).unwrap_or(u64::MAX)))
     }
 
     /// Copies the pages at addresses of the process to a place in `file`.
@@ -113,9 +132,43 @@ impl Running {
             // A page that cannot be read may have gone meanwhile.
             if let Ok(got) = self.mem.read_at(&mut bytes[..length], from.start + start) {
                 let _ = rustix::io::pwrite(file, &bytes[..got], to + start);
+                self.copied.0.fetch_add(got as u64, Ordering::Relaxed);
             }
         }
     }
+}
+
+/// The resident bytes of a process, if all of its memory that is not resident is zero: then a diff
+/// snapshot has all of a VM, and is faster than a full one. It is so for a VM that was booted, or
+/// moved, and not for one that was restored by a file, or lacks pages that a page server has.
+pub(super) fn resident(pid: Option<Pid>) -> Option<u64> {
+    let path = format!("/proc/{}/smaps", pid?.as_raw_nonzero());
+    let mut text = String::new();
+    let file = File::open(path).ok()?;
+    file.take(MAX_SMAPS).read_to_string(&mut text).ok()?;
+    sum_resident(&text)
+}
+
+fn sum_resident(smaps: &str) -> Option<u64> {
+    let (mut resident, mut of_file) = (0_u64, false);
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let field = words.next()?;
+        let mut kib = || words.next()?.parse::<u64>().ok();
+        match field {
+            "Size:" if of_file && kib()? >= LEAST_RAM => return None,
+            "Swap:" if kib()? > 0 => return None,
+            "Rss:" => resident = resident.saturating_add(kib()? << 10),
+            // Somebody has pages of it.
+            "VmFlags:" if words.any(|flag| ["um", "uw", "ui"].contains(&flag)) => return None,
+            _ if !field.ends_with(':') => {
+                let writable = words.next()?.contains('w');
+                of_file = writable && words.nth(2)? != "0";
+            }
+            _ => {}
+        }
+    }
+    Some(resident)
 }
 
 /// The sizes of the regions of a VM with `bytes` of memory. There is no memory in the last GiB
@@ -222,6 +275,25 @@ mod tests {
         assert_eq!(found, [region(0x7f00_3000_0000, 64 * MIB)]);
         assert_eq!(regions(maps, &[129 * MIB]), None);
         assert_eq!(regions(maps, &[128 * MIB, 128 * MIB]), None);
+    }
+
+    #[test]
+    fn a_diff_snapshot_serves_where_all_that_is_absent_is_zero() {
+        let memory = |inode: u64, more: &str| {
+            format!(
+                "7f0010000000-7f0018000000 rw-p 00000000 00:00 {inode} \nSize: 131072 kB\n\
+                 Rss: 2048 kB\nSwap: 0 kB\n{more}VmFlags: rd wr mr mw me ac \n"
+            )
+        };
+        let program = "555500000000-555500008000 r-xp 00000000 fd:01 77 /fc\nSize: 4096 kB\n\
+                       Rss: 64 kB\nVmFlags: rd ex\n";
+        let all = |rest: &str| sum_resident(&format!("{program}{rest}"));
+        assert_eq!(all(&memory(0, "")), Some((2048 + 64) << 10));
+        // A private mapping of a memory file, one of a page server, and one that is swapped out.
+        assert_eq!(all(&memory(78, "")), None);
+        assert_eq!(all(&memory(0, "VmFlags: rd wr um\n")), None);
+        assert_eq!(all(&memory(0, "Swap: 4 kB\n")), None);
+        assert_eq!(sum_resident("Rss: many kB"), None);
     }
 
     #[test]

@@ -83,6 +83,18 @@ fn a_firecracker_that_fails_before_the_hand_over_leaves_the_vm_running_at_its_so
     }
 }
 
+/// Older versions have full snapshots only.
+#[test]
+fn a_firecracker_without_diff_snapshots_moves_by_full_ones() {
+    let Some((mut hosts, moved)) = moved(Quirk::NoDiff, Quirk::Right) else {
+        return;
+    };
+    moved.sent.unwrap();
+    moved.received.unwrap();
+    let status = hosts.target.verify();
+    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+}
+
 /// The VM can move again after a failure, with what it has written since.
 #[test]
 fn a_vm_moves_after_a_failed_move() {

@@ -19,6 +19,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous};
 use std::ffi::c_void;
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt as _;
 use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -144,8 +145,20 @@ impl Memory {
     }
 
     /// Lets the kernel write all regions to the memory file, each at once if it can. No thread may
-    /// write them meanwhile.
-    pub(super) fn write_to(&self, file: &File) -> Result<(), Errno> {
+    /// write them meanwhile. Only what is resident, if `resident`: that cannot be told in a jail.
+    pub(super) fn write_to(&self, file: &File, resident: bool) -> Result<(), Errno> {
+        if resident && let Ok(pagemap) = File::open("/proc/self/pagemap") {
+            for page in 0..self.pages() {
+                let mut entry = [0; 8];
+                let at = self.find(page).1 / PAGE_BYTES * 8;
+                pagemap.read_exact_at(&mut entry, at).expect("an entry");
+                if u64::from_ne_bytes(entry) >> 63 != 0 {
+                    let words = super::contents::bytes(&self.load(page));
+                    rustix::io::pwrite(file, &words, page * PAGE_BYTES)?;
+                }
+            }
+            return Ok(());
+        }
         for region in &self.regions {
             let start = pointer(region.base).cast::<u8>();
             // SAFETY: the region is a mapping that is never unmapped, and nobody writes it.

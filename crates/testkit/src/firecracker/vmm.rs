@@ -60,10 +60,12 @@ pub enum Quirk {
     Settings,
     /// It is of another minor version.
     OtherVersion,
+    /// It makes no diff snapshot without a log of dirty pages, as older versions.
+    NoDiff,
 }
 
 impl Quirk {
-    const ALL: [Self; 16] = [
+    const ALL: [Self; 17] = [
         Self::Right,
         Self::RefusePause,
         Self::RefuseCreate,
@@ -80,6 +82,7 @@ impl Quirk {
         Self::DieAtResume,
         Self::Settings,
         Self::OtherVersion,
+        Self::NoDiff,
     ];
 }
 
@@ -341,15 +344,21 @@ impl Vmm {
         }
     }
 
-    /// Makes a full snapshot of the paused VM.
+    /// Makes a snapshot of the paused VM. A diff has the resident pages, and leaves the others as they
+    /// are in the file: there is no log of dirty pages.
     fn create(&self, body: &Value) -> Result<(), String> {
         let guest = self.guest().ok_or("there is no VM")?;
         if self.state() != "Paused" || self.quirk == Quirk::RefuseCreate {
             return Err("the VM cannot be saved now".into());
         }
-        if body["snapshot_type"] != "Full" {
-            return Err("the double makes full snapshots only".into());
-        }
+        let diff = match body["snapshot_type"].as_str() {
+            Some("Full") => false,
+            Some("Diff") if self.quirk == Quirk::NoDiff => {
+                return Err("Diff snapshots are not allowed".into());
+            }
+            Some("Diff") => true,
+            other => return Err(format!("unknown type {other:?}")),
+        };
         // On a busy machine, a vCPU may still be within its last access: then what its page
         // contains is not known.
         crate::wait_until("the vCPUs to stop", || {
@@ -390,7 +399,7 @@ impl Vmm {
         }
         guest
             .memory
-            .write_to(&memory)
+            .write_to(&memory, diff)
             .map_err(|e| failed(e.into()))?;
         memory.sync_all().map_err(failed)
     }

@@ -59,7 +59,7 @@ impl Kind {
     pub(super) fn says(self, firecracker: &'static str) -> &'static str {
         match self {
             Firecracker => firecracker,
-            CloudHypervisor => "Cloud Hypervisor refused to",
+            CloudHypervisor => "Cloud Hypervisor refused to load State",
         }
     }
 
