@@ -92,11 +92,11 @@ fn version(api: &Api) -> Result<(String, Option<Pid>), VmmError> {
     Ok((ping.version, process))
 }
 
-/// Refuses a version that would find stale bytes where it does not ask.
-fn check_receiver(api: &Api) -> Result<(), VmmError> {
-    let (version, _) = version(api)?;
+/// Refuses a version that would find stale bytes where it does not ask. Returns the process.
+fn check_receiver(api: &Api) -> Result<Option<Pid>, VmmError> {
+    let (version, process) = version(api)?;
     if major_minor(&version).is_some_and(|version| version >= FIRST_RECEIVER) {
-        return Ok(());
+        return Ok(process);
     }
     Err(VmmError::Version(format!(
         "Cloud Hypervisor {} asks for no page that lies in the page cache: expected version {}.{} or \

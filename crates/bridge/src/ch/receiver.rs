@@ -24,6 +24,9 @@ use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{AdoptedRegion, GuestRam};
 use pageferry_pager::Ring;
 use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::process::Pid;
+use std::fs::File;
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -44,6 +47,8 @@ pub(super) struct Receiver {
     _meeting: Option<Meeting>,
     /// The wait for the answer to `vm.receive-migration`.
     call: Option<Mutex<Call>>,
+    /// The process, if it is visible here.
+    process: Option<Pid>,
 }
 
 /// The descriptors in front of those of RAM: the connections for faults and commands, and the ends of
@@ -68,11 +73,16 @@ pub(super) enum Ended {
     Unanswered,
 }
 
+/// The name of the memfds of guest memory.
+const MEMFD_NAME: &str = "pageferry-ch";
+/// The longest description of all mappings.
+const MAX_SMAPS: u64 = 64 << 20;
+
 /// The memfd of a mapping.
 fn memfd(mapping: &Mapping) -> Result<OwnedFd, VmmError> {
     let failed = |e| VmmError::io("cannot make a memfd for guest memory", e);
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let fd = rustix::fs::memfd_create("pageferry-ch", flags).map_err(failed)?;
+    let fd = rustix::fs::memfd_create(MEMFD_NAME, flags).map_err(failed)?;
     let size = mapping.file_offset + mapping.size;
     rustix::fs::ftruncate(&fd, size).map_err(failed)?;
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
@@ -98,6 +108,36 @@ fn adopt(mappings: &[Mapping], fds: &[OwnedFd]) -> Result<Arc<GuestRam>, VmmErro
     Ok(Arc::new(unsafe { GuestRam::adopt(regions) }?))
 }
 
+/// Checks, for a process that has loaded State, that the kernel tells it of each page that is absent
+/// (`um` in the flags of a mapping) and of each that lies in the page cache (`ui`). Without the
+/// latter it would find stale bytes. A process that is not visible here is known by its version.
+fn check_asks(process: Option<Pid>) -> Result<(), VmmError> {
+    let Some(pid) = process else { return Ok(()) };
+    let Ok(file) = File::open(format!("/proc/{}/smaps", pid.as_raw_nonzero())) else {
+        return Ok(());
+    };
+    let mut is_ours = false;
+    for line in BufReader::new(file.take(MAX_SMAPS))
+        .lines()
+        .map_while(Result::ok)
+    {
+        let mut words = line.split_ascii_whitespace();
+        match words.next() {
+            Some("VmFlags:") if is_ours => {
+                let flags: Vec<_> = words.collect();
+                if !["um", "ui"].iter().all(|flag| flags.contains(flag)) {
+                    let why = "Cloud Hypervisor does not ask for each page: its userfaultfd has no \
+                               minor faults";
+                    return Err(VmmError::Version(why.into()));
+                }
+            }
+            Some(field) if field.ends_with(':') => {}
+            _ => is_ours = line.contains(MEMFD_NAME),
+        }
+    }
+    Ok(())
+}
+
 impl Receiver {
     /// Gives the process its memory and Config.
     pub(super) fn prepare(
@@ -108,7 +148,7 @@ impl Receiver {
         stop: &dyn Fn() -> bool,
     ) -> Result<Self, VmmError> {
         let api = Api::new(api)?;
-        check_receiver(&api)?;
+        let process = check_receiver(&api)?;
         let meeting = Meeting::beside(api.path())?;
         let fds: Vec<_> = mappings.iter().map(memfd).collect::<Result<_, _>>()?;
         let ram = adopt(mappings, &fds)?;
@@ -157,6 +197,7 @@ impl Receiver {
             answers,
             _meeting: Some(meeting),
             call: Some(Mutex::new(call)),
+            process,
         })
     }
 
@@ -184,6 +225,7 @@ impl Receiver {
             answers: Answers::of(kept, ring, (out, into)),
             _meeting: None,
             call: None,
+            process: None,
         })
     }
 
@@ -198,7 +240,8 @@ impl Receiver {
         loaded.map_err(|error| match error {
             VmmError::Refused(what, _) => VmmError::Refused(what, self.reason()),
             other => other,
-        })
+        })?;
+        check_asks(self.process)
     }
 
     /// The process's own words for its refusal, which the answer of its API has.

@@ -121,13 +121,19 @@ fn go_on(
     ))
 }
 
-/// Whether the VM runs. Otherwise it is paused.
+/// Whether the VM runs. Otherwise it is paused. Refuses one whose memory nobody else can have.
 fn vm_runs(api: &Api) -> Result<bool, VmmError> {
     #[derive(serde::Deserialize)]
     struct Info {
         state: String,
+        #[serde(default)]
+        config: serde_json::Value,
     }
     let (info, _) = api.get::<Info>("GET /api/v1/vm.info", STEP_LIMIT)?;
+    let memory = &info.config["memory"];
+    if memory["shared"] == false && memory["zones"].as_array().is_none_or(Vec::is_empty) {
+        return Err(VmmError::NotShared);
+    }
     match info.state.as_str() {
         "Running" => Ok(true),
         "Paused" => Ok(false),

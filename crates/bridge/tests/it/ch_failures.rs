@@ -45,6 +45,7 @@ fn check_runs_on(hosts: &mut Hosts, moved: Moved, sentence: &str) {
 #[test]
 fn a_receiver_that_fails_before_the_hand_over_leaves_the_vm_running_at_its_source() {
     for (quirk, sentence) in [
+        (Quirk::MissingOnly, "its userfaultfd has no minor faults"),
         (
             Quirk::OldVersion,
             "Cloud Hypervisor 53.0.0 asks for no page that lies",

@@ -80,6 +80,10 @@ impl Host {
             let asked = match stops.take() {
                 // A migration was asked for, and its job is about to come.
                 Some(Stop::Hangup) => self.activity() == Activity::Here,
+                Some(_) if snapshot_to.is_some() && self.activity() != Activity::Here => {
+                    output::note("a migration was asked for first: ask again to end the VM");
+                    false
+                }
                 stop => stop.is_some(),
             };
             if self.quits() || asked {

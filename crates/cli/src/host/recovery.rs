@@ -7,6 +7,7 @@ use crate::exit::{Exit, Failure, of_listen};
 use pageferry_migration::{Listener, Route, SessionStatus};
 use pageferry_transport::TLS_VERSION;
 use serde_json::{Value, json};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 impl Host {
@@ -75,6 +76,7 @@ impl Host {
                 )
             }
             Activity::GivenUp { .. } if resume_here => {
+                let _busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
                 let vm = self.vm().ok_or_else(|| refuse("there is no VM here"))?;
                 // The migration left it on. A failure costs only speed.
                 let _ = vm.running().machine.set_dirty_log(false);

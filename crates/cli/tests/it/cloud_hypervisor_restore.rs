@@ -197,7 +197,7 @@ fn what_cannot_be_restored_has_its_exit_code() {
     let none = format!("ch:{}", text(dir.path("none")));
     std::fs::write(&config, &good).unwrap();
     memory.set_len(6 * MIB).unwrap();
-    pageferry(&["restore", "--for", &none, &web]).assert_failed(11, "no API socket");
+    pageferry(&["restore", "--for", &none, &web]).assert_failed(11, "cannot reach the API socket");
 }
 
 #[test]

@@ -72,6 +72,8 @@ pub enum Quirk {
     DieAtState,
     /// It dies after Complete.
     DieAtComplete,
+    /// As a receiver, it does not ask for pages that lie in the page cache, whatever its version.
+    MissingOnly,
     /// As a receiver, it refuses Config.
     RefuseConfig,
     /// As a receiver, it refuses State.
@@ -95,7 +97,7 @@ pub enum Quirk {
 }
 
 impl Quirk {
-    const ALL: [Self; 36] = [
+    const ALL: [Self; 37] = [
         Self::Right,
         Self::Version,
         Self::OldVersion,
@@ -122,6 +124,7 @@ impl Quirk {
         Self::DieAtPause,
         Self::DieAtState,
         Self::DieAtComplete,
+        Self::MissingOnly,
         Self::RefuseConfig,
         Self::RefuseState,
         Self::RefuseDisk,

@@ -130,7 +130,10 @@ fn start_serving(vmm: &Arc<Vmm>, guest: &Arc<Guest>, faults: UnixStream) -> Resu
     let features = Features::MISSING_SHMEM | Features::MINOR_SHMEM;
     let uffd = Userfaultfd::open(features).map_err(|why| why.to_string())?;
     for region in &guest.regions {
-        let mode = RegisterMode::MISSING | RegisterMode::MINOR;
+        let mode = match vmm.config.quirk {
+            Quirk::MissingOnly => RegisterMode::MISSING,
+            _ => RegisterMode::MISSING | RegisterMode::MINOR,
+        };
         // SAFETY: words alone access the mapping, which is never unmapped. The thread that resolves
         // its faults touches none of it, and needs no lock that a vCPU holds.
         let registered = unsafe { uffd.register(region.base(), region.size, mode) };
