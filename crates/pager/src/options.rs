@@ -36,7 +36,8 @@ pub struct Restore {
     #[serde(default)]
     pub on_loss: OnLoss,
     /// Where the order of first touches is written, when the restore ends. Pages then come one by
-    /// one, since a touch of a page that came as a neighbour would not be seen.
+    /// one, since a touch of a page that came as a neighbour would not be seen. A pager that takes
+    /// the VM over puts the pages that it finds first, in their order in memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub record: Option<PathBuf>,
     /// A recording whose pages are loaded ahead of the faults.
