@@ -19,7 +19,8 @@ use std::path::PathBuf;
 #[serde(deny_unknown_fields)]
 pub struct Restore {
     /// The memory file of the snapshot: a path, or an address such as `s3://bucket/memory` if the
-    /// pager has a store for it. It must not change while a VM uses it.
+    /// pager has a store for it. It must not change while a VM uses it: the VM itself is saved
+    /// to another path.
     pub memory: PathBuf,
     /// The kind of that file. It is never guessed: the bytes of a memory file are the guest's.
     #[serde(default)]
