@@ -19,7 +19,8 @@ use std::path::PathBuf;
 #[serde(deny_unknown_fields)]
 pub struct Restore {
     /// The memory file of the snapshot: a path, or an address such as `s3://bucket/memory` if the
-    /// pager has a store for it. It must not change while a VM uses it.
+    /// pager has a store for it. It must not change while a VM uses it: the VM itself is saved
+    /// to another path.
     pub memory: PathBuf,
     /// The kind of that file. It is never guessed: the bytes of a memory file are the guest's.
     #[serde(default)]
@@ -36,7 +37,8 @@ pub struct Restore {
     #[serde(default)]
     pub on_loss: OnLoss,
     /// Where the order of first touches is written, when the restore ends. Pages then come one by
-    /// one, since a touch of a page that came as a neighbour would not be seen.
+    /// one, since a touch of a page that came as a neighbour would not be seen. A pager that takes
+    /// the VM over puts the pages that it finds first, in their order in memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub record: Option<PathBuf>,
     /// A recording whose pages are loaded ahead of the faults.

@@ -197,6 +197,7 @@ impl Entry {
             common.events.clone(),
         ));
         recover(&vm, &mut ring);
+        vm.recover_touches();
         wake_all(&vm);
         let serving = State::Serving(vm.clone());
         Ok(Some((entry(serving), Begin::Serve { vm, ring })))

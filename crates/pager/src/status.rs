@@ -4,6 +4,7 @@ use crate::options::Restore;
 use crate::timeline::{Came, Timeline};
 use crate::vm::Vm;
 use hdrhistogram::Histogram;
+use pageferry_userfault::uffd::Features;
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -87,6 +88,9 @@ pub struct VmStatus {
     pub pid: i32,
     /// The cost of the pager's death.
     pub death_of_pager: Survival,
+    /// Whether the pager sees which pages the VM gives back. If not, they would get their old
+    /// contents again.
+    pub sees_removals: bool,
     /// The size of its pages in bytes.
     pub page_bytes: u64,
     /// All its pages.
@@ -137,6 +141,7 @@ impl VmStatus {
         Self {
             pid: vm.vmm.identity.pid,
             death_of_pager: vm.survival.clone(),
+            sees_removals: vm.uffd.features().contains(Features::EVENT_REMOVE),
             page_bytes: vm.regions.page_bytes(),
             pages: vm.regions.pages(),
             resident: vm.shared.placed().count(),

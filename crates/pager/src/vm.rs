@@ -144,6 +144,16 @@ impl Vm {
         }
     }
 
+    /// Counts the pages that a former pager placed as touched, in their order in memory: nobody
+    /// knows the order of their touches any more.
+    pub(crate) fn recover_touches(&self) {
+        let (placed, removed) = (self.shared.placed(), self.shared.removed());
+        let there = |page: &u64| placed.test(*page) && !removed.test(*page);
+        if self.restore.record.is_some() {
+            *locked(&self.touched) = (0..self.regions.pages()).filter(there).collect();
+        }
+    }
+
     /// The pages in the order of their first touches.
     pub(crate) fn touches(&self) -> Vec<u64> {
         locked(&self.touched).clone()

@@ -102,10 +102,10 @@ impl Vmm {
     }
 }
 
-/// Adopts a descriptor that must be the userfaultfd of `regions`. Without its removals the pages of
-/// a balloon would get their old contents back.
+/// Adopts a descriptor that must be the userfaultfd of `regions`. It may lack `EVENT_REMOVE`:
+/// Firecracker up to 1.11 asks for that only if its VM has a balloon, and else removes nothing.
 pub(crate) fn adopt(fd: OwnedFd, regions: &[Region]) -> Result<Userfaultfd, String> {
-    let uffd = Userfaultfd::adopt(fd, Features::EVENT_REMOVE).map_err(|why| why.to_string())?;
+    let uffd = Userfaultfd::adopt(fd, Features::empty()).map_err(|why| why.to_string())?;
     for region in regions {
         // SAFETY: the memory is that of the process that made the descriptor, and that process has
         // registered it already. If not, what follows is its own affair: it asked for a pager.

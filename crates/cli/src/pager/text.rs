@@ -251,6 +251,10 @@ pub(crate) fn rows(status: &Value) -> Vec<(&'static str, String)> {
         }
         row("ahead", line);
     }
+    if vm["sees_removals"] == false {
+        let line = "not seen: pages that the VM gives back would get their old contents again";
+        row("removals", line.to_owned());
+    }
     match &vm["death_of_pager"] {
         Value::Object(lost) => row(
             "at risk",
@@ -259,4 +263,21 @@ pub(crate) fn rows(status: &Value) -> Vec<(&'static str, String)> {
         _ => row("at risk", "no: the VM outlives the pager".to_owned()),
     }
     rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn removals_that_are_not_seen_are_told() {
+        for (sees, rows_of_them) in [(true, 0), (false, 1)] {
+            let status = json!({ "vm": { "sees_removals": sees } });
+            let found = rows(&status)
+                .into_iter()
+                .filter(|(name, value)| *name == "removals" && value.starts_with("not seen"));
+            assert_eq!(found.count(), rows_of_them);
+        }
+    }
 }

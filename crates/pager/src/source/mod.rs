@@ -59,6 +59,10 @@ pub trait Source: std::fmt::Debug + Send + Sync {
     fn forget(&self, _offset: u64, _len: u64) {}
 }
 
+/// The way back of a VM whose memory file is not what it was.
+const BACK: &str = "the VM goes on when that is undone; if it cannot be, end the VM and restore \
+                    another copy of the snapshot";
+
 /// The failure of a source. The pager tries again, since a network or a disk may come back.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -72,7 +76,7 @@ pub enum SourceError {
         why: io::Error,
     },
     /// The file has become shorter.
-    #[error("{what} ends before byte {end}: it was cut off")]
+    #[error("{what} ends before byte {end}: it was cut off; {BACK}")]
     Short {
         /// The source.
         what: String,
@@ -80,7 +84,7 @@ pub enum SourceError {
         end: u64,
     },
     /// The file is not the one with which the restore began.
-    #[error("{what} has changed since the restore began: it was {before} and is {now}")]
+    #[error("{what} has changed since the restore began: it was {before} and is {now}; {BACK}")]
     Changed {
         /// The source.
         what: String,

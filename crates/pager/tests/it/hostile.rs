@@ -64,7 +64,6 @@ fn each_wrong_handshake_is_refused_and_the_next_vm_is_served() {
             return;
         }
     };
-    let blind = Userfaultfd::open(Features::empty()).expect("a userfaultfd");
     let other = Userfaultfd::open(Features::EVENT_REMOVE).expect("a userfaultfd");
     let null = File::open("/dev/null").expect("a file");
     let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -115,7 +114,6 @@ fn each_wrong_handshake_is_refused_and_the_next_vm_is_served() {
         ),
         ("there are 0 regions", "[]".to_owned(), vec![uffd]),
         ("no JSON array", "no text".to_owned(), vec![uffd]),
-        ("EVENT_REMOVE", good.clone(), vec![blind.as_fd()]),
         ("does not serve the regions", good.clone(), vec![uffd]),
         (
             "does not serve the regions",

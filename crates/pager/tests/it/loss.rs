@@ -1,6 +1,6 @@
 //! The memory file is cut off or changed under a VM.
 
-use crate::scene::{Scene, config, data_pages, pages};
+use crate::scene::{Scene, config, data_pages, pages, verify, write_memory};
 use pageferry_pager::{OnLoss, Phase};
 use pageferry_testkit::firecracker::{Double, Fields, Task};
 use pageferry_testkit::wait_until;
@@ -48,20 +48,37 @@ fn assert_waits(scene: &Scene, double: &mut Double, fault: &str) {
 fn a_vm_waits_for_a_file_that_is_cut_off() {
     let cut = |file: &File| file.set_len(8192).expect("cut off");
     if let Some((scene, mut double)) = lose("cut", OnLoss::Wait, cut) {
-        assert_waits(&scene, &mut double, "cut off");
+        assert_waits(
+            &scene,
+            &mut double,
+            "cut off; the VM goes on when that is undone",
+        );
     }
 }
 
 #[test]
 fn a_vm_waits_for_a_file_that_is_cut_off_and_grown_again() {
+    let mut before = None;
     let regrow = |file: &File| {
-        let bytes = file.metadata().expect("a file").len();
+        let metadata = file.metadata().expect("a file");
         file.set_len(8192).expect("cut off");
-        file.set_len(bytes).expect("grown");
+        file.set_len(metadata.len()).expect("grown");
+        before = metadata.modified().ok();
     };
-    if let Some((scene, mut double)) = lose("regrown", OnLoss::Wait, regrow) {
-        assert_waits(&scene, &mut double, "has changed");
-    }
+    let Some((scene, mut double)) = lose("regrown", OnLoss::Wait, regrow) else {
+        return;
+    };
+    assert_waits(&scene, &mut double, "has changed");
+    // Its old bytes, and its old time.
+    write_memory(&scene.memory(), &scene.config);
+    let file = File::options().write(true).open(scene.memory());
+    let restored = file.and_then(|file| file.set_modified(before.expect("a time")));
+    restored.expect("the time of the file");
+    double.finish();
+    scene.wait_served();
+    verify(&mut double);
+    assert!(double.quit().success());
+    scene.assert_ended();
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! Recordings of first touches, and restores that load them.
 
+use crate::process::{Order, PagerProcess};
 use crate::restore::slow;
 use crate::scene::{Scene, config, data_pages, drop_from_cache, files, name, pages};
-use pageferry_pager::{Pager, Recording, Restore, RestoreError};
-use pageferry_testkit::firecracker::{Fields, PAGE_BYTES, Task};
+use pageferry_pager::{Pager, Recording, Restore, RestoreError, Settings};
+use pageferry_testkit::firecracker::{Double, Fields, PAGE_BYTES, Task};
 use pageferry_testkit::wait_until;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -104,4 +105,53 @@ fn the_next_pager_goes_on_with_a_replay() {
     crate::scene::verify(&mut double);
     assert!(double.quit().success());
     scene.assert_ended();
+}
+
+/// The order of the touches that the killed pager saw is lost, and none of the pages.
+#[test]
+fn a_recording_outlives_a_kill_of_the_pager() {
+    let mut scene = Scene::new("killed", config(33));
+    let path = scene.scratch.path("recording");
+    let mut request = scene.request();
+    request.record = Some(path.clone());
+    drop(scene.pager);
+    let mut order = Order {
+        directory: scene.scratch.state(),
+        ..Order::default()
+    };
+    order.restores.insert("vm".to_owned(), request.clone());
+    let mut killed = PagerProcess::ready(&order);
+    let Some(mut double) = Double::start(&scene.config) else {
+        return;
+    };
+    let connected = double.connect(&request.socket, Fields::Both);
+    connected.expect("connected");
+    wait_until("the VM to be served", || {
+        killed.list()[0]["phase"] == "serving"
+    });
+    let data: Vec<_> = data_pages(&scene.config).step_by(8).collect();
+    let (before, behind) = data.split_at(data.len() / 2);
+    for page in before.iter().rev() {
+        double.perform(Task::Read(*page));
+    }
+    // A page is marked after its thread was woken.
+    wait_until("the last mark", || {
+        killed.list()[0]["vm"]["resident"] == before.len()
+    });
+    killed.kill();
+
+    let settings = Settings {
+        directory: scene.scratch.state(),
+        ..Settings::default()
+    };
+    scene.pager = Pager::start(settings).expect("a pager");
+    for page in behind.iter().rev() {
+        double.perform(Task::Read(*page));
+    }
+    assert!(double.quit().success());
+    scene.assert_ended();
+    let recording = Recording::load(&path).expect("a recording");
+    let recorded: Vec<_> = recording.offsets().map(|at| at / PAGE_BYTES).collect();
+    let expected: Vec<_> = before.iter().chain(behind.iter().rev()).copied().collect();
+    assert_eq!(recorded, expected);
 }

@@ -42,13 +42,15 @@ fn assert_whole(scene: &Scene) {
 
 #[test]
 fn touching_threads_find_the_right_pages() {
-    for (seed, fields) in [
-        (1, Fields::Both),
-        (2, Fields::KibOnly),
-        (3, Fields::Unknown),
+    for (seed, fields, backend) in [
+        (1, Fields::Both, Backend::Uffd),
+        (2, Fields::KibOnly, Backend::UffdOld),
+        (3, Fields::Unknown, Backend::Uffd),
     ] {
+        let sees_removals = backend == Backend::Uffd;
         let config = Config {
             vcpus: 6,
+            backend,
             ..config(seed)
         };
         let scene = Scene::new(&format!("right-{seed}"), config);
@@ -57,6 +59,7 @@ fn touching_threads_find_the_right_pages() {
         };
         let vm = scene.vm();
         assert_eq!((vm.pid as u32, vm.page_bytes), (double.pid(), 4096));
+        assert_eq!(vm.sees_removals, sees_removals);
         assert_eq!((vm.resident, vm.missing), (0, pages(&scene.config)));
         assert!(!scene.scratch.path("socket").exists());
         run(&mut double, 200);

@@ -96,7 +96,7 @@ impl Child {
     fn new(config: &Config) -> Result<Self, String> {
         let failed = |what: &str, why: &dyn std::fmt::Display| format!("error {what}: {why}");
         let (kind, page_size) = match &config.backend {
-            Backend::Uffd => (Kind::Anonymous { huge: false }, 4096),
+            Backend::Uffd | Backend::UffdOld => (Kind::Anonymous { huge: false }, 4096),
             Backend::UffdHuge => (Kind::Anonymous { huge: true }, 2 << 20),
             Backend::File(path) => {
                 let file = File::open(path).map_err(|why| failed("memory file", &why))?;
@@ -110,7 +110,11 @@ impl Child {
         let uffd = if matches!(config.backend, Backend::File(_)) {
             None
         } else {
-            let uffd = Userfaultfd::open(Features::EVENT_REMOVE)
+            let features = match config.backend {
+                Backend::UffdOld => Features::empty(),
+                _ => Features::EVENT_REMOVE,
+            };
+            let uffd = Userfaultfd::open(features)
                 .map_err(|why| format!("skip {}", why.to_string().replace('\n', " ")))?;
             memory
                 .register(&uffd)

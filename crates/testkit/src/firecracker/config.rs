@@ -22,6 +22,8 @@ pub struct Config {
 pub enum Backend {
     /// `Uffd`: a page server. Pages have 4 KiB.
     Uffd,
+    /// `Uffd` of releases up to 1.11 without a balloon: a page server is not told of removals.
+    UffdOld,
     /// `Uffd` with pages of 2 MiB from the host's pool.
     UffdHuge,
     /// `File`: a private mapping of this memory file, without a page server.
@@ -34,6 +36,7 @@ impl Config {
         let balloon = self.balloon_us.map_or("none".into(), |us| us.to_string());
         let backend = match &self.backend {
             Backend::Uffd => "uffd".to_owned(),
+            Backend::UffdOld => "old".to_owned(),
             Backend::UffdHuge => "huge".to_owned(),
             Backend::File(path) => format!("file {}", path.to_str().expect("a path in UTF-8")),
         };
@@ -59,6 +62,7 @@ impl Config {
             },
             backend: match lines.next()? {
                 "uffd" => Backend::Uffd,
+                "old" => Backend::UffdOld,
                 "huge" => Backend::UffdHuge,
                 file => Backend::File(file.strip_prefix("file ")?.into()),
             },
@@ -74,6 +78,7 @@ mod tests {
     fn the_text_of_a_configuration_is_read_back() {
         for (backend, balloon_us) in [
             (Backend::Uffd, None),
+            (Backend::UffdOld, None),
             (Backend::UffdHuge, Some(0)),
             (Backend::File("/tmp/a file".into()), Some(200)),
         ] {
