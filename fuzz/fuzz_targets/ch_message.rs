@@ -1,6 +1,6 @@
 //! Cloud Hypervisor's messages, its Config, and the answers of its API.
 
-use pageferry_bridge::ch::parse_answer;
+use pageferry_bridge::foreign::parse_answer;
 use pageferry_bridge::ch::wire::{
     Command, MAX_FAULT_BYTES, MAX_STATE_BYTES, Range, Request, Status, mappings,
 };

@@ -104,7 +104,7 @@ impl Memory {
         bytes: u64,
         (kept, ring): (&Arc<Kept>, Ring),
     ) -> Result<Self, VmmError> {
-        let uffd = Userfaultfd::adopt(fd, Features::EVENT_REMOVE);
+        let uffd = Userfaultfd::adopt(fd, Features::empty());
         let uffd = uffd.map_err(|why| VmmError::Kept(why.to_string()))?;
         let count = kept.get(REGIONS).min(MAX_REGIONS as u64) as usize;
         let number = |index: usize, at: usize| kept.get(REGIONS + 1 + 3 * index + at);

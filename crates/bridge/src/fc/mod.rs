@@ -11,7 +11,7 @@
 //! off the memory, and Firecracker needs nobody any more.
 //!
 //! Pages that have changed since their copy come by post-copy. The pause has the time in which
-//! Firecracker writes its memory to ours: see [`Pause`]. The source host needs the VM's memory once
+//! Firecracker writes its memory to ours: see [`Pause`](crate::foreign::Pause). The source host needs the VM's memory once
 //! more until the move is over. The destination host does not: a page that the process has is freed
 //! here.
 //!
