@@ -7,7 +7,7 @@
 //! **Mechanism.** No file names the mappings of the guest. So [`regions`] guesses them by their
 //! sizes, which follow from the size of memory. Pages are read by `/proc/PID/mem`, and only those
 //! that `/proc/PID/pagemap` has. So no page is fetched from a page server or allocated for this.
-//! The copy gets memory for the others too: Firecracker writes them in the pause.
+//! The copy gets memory for the others too if Firecracker is to write them in the pause.
 //!
 //! **Neighbours.** `source` has the copy.
 
@@ -42,6 +42,8 @@ pub(super) struct Running {
     pagemap: File,
     /// The addresses of the regions, in the order of the memory file.
     regions: Vec<Range<u64>>,
+    /// Whether a full snapshot follows, which writes all pages.
+    full: bool,
     /// Whether nothing may be written any more.
     held: RwLock<bool>,
     /// The bytes that were copied, and the time that took in nanoseconds.
@@ -50,7 +52,7 @@ pub(super) struct Running {
 
 impl Running {
     /// Looks for the memory of a VM in a process. The reason why it is not found is for people.
-    pub(super) fn find(pid: Option<Pid>, bytes: u64) -> Result<Self, String> {
+    pub(super) fn find(pid: Option<Pid>, bytes: u64, full: bool) -> Result<Self, String> {
         let pid = pid.ok_or("its process is not visible here")?;
         let pid = pid.as_raw_nonzero();
         let open = |name: &str| {
@@ -66,6 +68,7 @@ impl Running {
             regions: regions.ok_or("no mappings of its process have the sizes of its memory")?,
             mem: open("mem")?,
             pagemap: open("pagemap")?,
+            full,
             held: RwLock::new(false),
             copied: Default::default(),
         })
@@ -82,10 +85,11 @@ impl Running {
         if *held {
             return;
         }
-        let began = Instant::now();
-        // Without this memory the copy is slower, or Firecracker says in the pause what is wrong.
-        let (at, length) = (pages.start * PAGE, (pages.end - pages.start) * PAGE);
-        let _ = rustix::fs::fallocate(file, FallocateFlags::empty(), at, length);
+        if self.full {
+            // Without this memory the copy is slower, or Firecracker says in the pause what is wrong.
+            let (at, length) = (pages.start * PAGE, (pages.end - pages.start) * PAGE);
+            let _ = rustix::fs::fallocate(file, FallocateFlags::empty(), at, length);
+        }
         let mut offset = 0;
         for region in &self.regions {
             let inside = |page: u64| {
@@ -99,8 +103,6 @@ impl Running {
             }
             offset += region.end - region.start;
         }
-        let took = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.copied.1.fetch_add(took, Ordering::Relaxed);
     }
 
     /// The time that it takes to write so many bytes, as measured by the copy so far.
@@ -129,10 +131,13 @@ impl Running {
             if !has(&run[0]) {
                 continue;
             }
+            let began = Instant::now();
             // A page that cannot be read may have gone meanwhile.
             if let Ok(got) = self.mem.read_at(&mut bytes[..length], from.start + start) {
                 let _ = rustix::io::pwrite(file, &bytes[..got], to + start);
                 self.copied.0.fetch_add(got as u64, Ordering::Relaxed);
+                let ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                self.copied.1.fetch_add(ns, Ordering::Relaxed);
             }
         }
     }

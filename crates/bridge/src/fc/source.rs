@@ -77,7 +77,8 @@ pub(super) fn depart(options: &mut SourceOptions) -> Result<Departure, VmmError>
     info!(bytes, runs, version, "Firecracker has a VM to move");
     let whole = Whole::of(&api);
     let mut notes: Vec<String> = whole.lost().into_iter().collect();
-    let running = Running::find(process, bytes).inspect_err(|why| {
+    let full = config.track_dirty_pages || resident(process).is_none();
+    let running = Running::find(process, bytes, full).inspect_err(|why| {
         notes.push(format!(
             "{why}: the VM's memory cannot be read while it runs, so all pages follow it"
         ));

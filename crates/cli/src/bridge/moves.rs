@@ -267,7 +267,7 @@ pub(super) fn take_in(
             }
         },
         finishing: &|| {
-            feed.note("the VM is here and nowhere else: it ends without the rest (again: end it)");
+            feed.note("the VM is here and nowhere else, and lacks pages: to end it now, ask again");
         },
         hangup_cancels: true,
     };

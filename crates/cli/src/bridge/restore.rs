@@ -92,7 +92,7 @@ pub(super) fn restore(
         switched_over: &|| loaded.load(Ordering::Acquire),
         cancel: &|_| stop.store(true, Ordering::Release),
         finishing: &|| {
-            output::note("the VM still needs memory: it ends without the rest (again: end it)");
+            output::note("the VM still needs memory: to end it now, ask again");
         },
         hangup_cancels: true,
     };
