@@ -337,6 +337,10 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
             code: ErrorCode::Resources | ErrorCode::Machine | ErrorCode::Internal,
             ..
         } => Exit::Internal,
+        MigrationError::PeerGaveUp {
+            code: ErrorCode::VmGone,
+            ..
+        } => Exit::LinkLost,
         MigrationError::Refused(_)
         | MigrationError::PeerGaveUp { .. }
         | MigrationError::Discarded(_)
@@ -383,6 +387,7 @@ mod tests {
                 ErrorCode::SetupRefused | ErrorCode::Busy => Exit::Refused,
                 ErrorCode::Resources | ErrorCode::Machine | ErrorCode::Internal => Exit::Internal,
                 ErrorCode::Silence => Exit::BrokenOff,
+                ErrorCode::VmGone => Exit::LinkLost,
                 other => panic!("{other:?} has no class here"),
             };
             assert_eq!(of_migration(&error), expected, "{code:?}");
