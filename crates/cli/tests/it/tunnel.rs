@@ -377,7 +377,10 @@ fn routes_of_a_directory_come_and_go() {
 #[test]
 fn time_in_which_a_tunnel_does_not_run_is_no_silence() {
     let pair = Pair::start(&["--give-up-after", "2s", "--once"], &[]);
-    let (near, _far) = pair.open();
+    let (near, far) = pair.open();
+    // By then the near end has heard the far one.
+    (&far).write_all(&[1]).unwrap();
+    (&near).read_exact(&mut [0]).unwrap();
     pair.far.signal(Signal::KILL);
     pair.near.wait_until_said("the connections broke");
     pair.near.signal(Signal::STOP);
