@@ -1,21 +1,24 @@
 //! The double as the receiver of a VM, with post-copy.
-#![expect(unsafe_code, reason = "registers guest memory with userfaultfd")]
 
-use super::child::Vmm;
 use super::config::Quirk;
-use super::guest::{Guest, PAGE, Region};
+use super::vmm::Vmm;
 use super::wire::{
     COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY_FD, PAGE_FAULT, START, STATE, expect_ok, header,
     read_header, read_memory_fd, read_payload, respond,
 };
+use crate::double::contents::PAGE_BYTES as PAGE;
+use crate::double::guest::{Guest, Plan};
+use crate::double::lock;
+use crate::double::memory::{Kind, Memory, Ram};
+use crate::double::process::Vmm as _;
 use pageferry_userfault::uffd::{
     Event, EventReader, Features, RegisterMode, Userfaultfd, Wait, Wake,
 };
+use serde::Deserialize as _;
 use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// The wait for the connection for page faults.
@@ -27,7 +30,7 @@ pub(super) fn receive(vmm: &Arc<Vmm>, path: &str, postcopy: bool) -> Result<(), 
     let listener = UnixListener::bind(path).map_err(io)?;
     let (stream, _) = listener.accept().map_err(io)?;
     let stream = &stream;
-    let (mut fds, mut regions): (Vec<(u32, OwnedFd)>, Vec<Region>) = (Vec::new(), Vec::new());
+    let (mut fds, mut regions): (Vec<(u32, OwnedFd)>, Vec<Ram>) = (Vec::new(), Vec::new());
     let mut started = false;
     loop {
         let (command, length) = read_header(stream).map_err(io)?;
@@ -56,7 +59,7 @@ pub(super) fn receive(vmm: &Arc<Vmm>, path: &str, postcopy: bool) -> Result<(), 
                 let guest = vmm.guest().ok_or("no State came")?;
                 if command == COMPLETE {
                     vmm.note_time();
-                    guest.resume();
+                    guest.run();
                 }
                 respond(stream, true).map_err(io)?;
                 return Ok(());
@@ -69,7 +72,7 @@ pub(super) fn receive(vmm: &Arc<Vmm>, path: &str, postcopy: bool) -> Result<(), 
 }
 
 /// Maps the memfds by the table of Config.
-fn map(config: &[u8], fds: &mut Vec<(u32, OwnedFd)>) -> Result<Vec<Region>, String> {
+fn map(config: &[u8], fds: &mut Vec<(u32, OwnedFd)>) -> Result<Vec<Ram>, String> {
     let config: serde_json::Value =
         serde_json::from_slice(config).map_err(|why| why.to_string())?;
     // The real one needs all three.
@@ -84,7 +87,14 @@ fn map(config: &[u8], fds: &mut Vec<(u32, OwnedFd)>) -> Result<Vec<Region>, Stri
         let at = fds.iter().position(|(other, _)| *other == slot);
         let (_, fd) = fds.swap_remove(at.ok_or(format!("no memfd of slot {slot}"))?);
         let (gpa, size) = (number("gpa")?, number("size")?);
-        Region::map(slot, gpa, size, number("file_offset")?, fd).map_err(|why| why.to_string())
+        let offset = number("file_offset")?;
+        Ok(Ram {
+            slot,
+            gpa,
+            size,
+            offset,
+            fd,
+        })
     };
     mappings.iter().map(map).collect()
 }
@@ -95,7 +105,7 @@ fn load(
     vmm: &Arc<Vmm>,
     listener: Option<&UnixListener>,
     state: &[u8],
-    regions: Vec<Region>,
+    rams: Vec<Ram>,
 ) -> Result<(), String> {
     match vmm.config.quirk {
         Quirk::ReceiverDiesAtState => std::process::exit(9),
@@ -104,19 +114,15 @@ fn load(
     }
     let faults = listener.map(fault_connection).transpose()?;
     let state: serde_json::Value = serde_json::from_slice(state).map_err(|why| why.to_string())?;
-    let seed = state["seed"].as_u64().ok_or("no seed")?;
-    let vcpus = state["vcpus"].as_u64().ok_or("no vcpus")? as usize;
-    let versions = state["versions"].as_array().ok_or("no versions")?;
-    let versions = versions
-        .iter()
-        .map(|version| version.as_u64().unwrap_or_default() as u32)
-        .collect();
-    let guest = Guest::new(regions, seed, versions, vcpus);
-    vmm.set_guest(Some(Arc::clone(&guest)));
+    let plan = Plan::deserialize(&state["double"]).map_err(|why| why.to_string())?;
+    let sizes: Vec<u64> = rams.iter().map(|ram| ram.size).collect();
+    let memory = Memory::map(&sizes, Kind::Shared(rams)).map_err(|why| why.to_string())?;
+    let guest = Guest::start(memory, plan);
+    *lock(&vmm.guest) = Some(Arc::clone(&guest));
     if let Some(faults) = faults {
         start_serving(vmm, &guest, faults)?;
     }
-    guest.touch(0);
+    guest.read(0);
     let refused = |why: &str| Err(format!(r#"["Error restoring VM","{why}"]"#));
     match vmm.config.quirk {
         Quirk::RefuseDisk => refused("Error opening disk: No such file or directory"),
@@ -129,16 +135,11 @@ fn load(
 fn start_serving(vmm: &Arc<Vmm>, guest: &Arc<Guest>, faults: UnixStream) -> Result<(), String> {
     let features = Features::MISSING_SHMEM | Features::MINOR_SHMEM;
     let uffd = Userfaultfd::open(features).map_err(|why| why.to_string())?;
-    for region in &guest.regions {
-        let mode = match vmm.config.quirk {
-            Quirk::MissingOnly => RegisterMode::MISSING,
-            _ => RegisterMode::MISSING | RegisterMode::MINOR,
-        };
-        // SAFETY: words alone access the mapping, which is never unmapped. The thread that resolves
-        // its faults touches none of it, and needs no lock that a vCPU holds.
-        let registered = unsafe { uffd.register(region.base(), region.size, mode) };
-        registered.map_err(|why| why.to_string())?;
-    }
+    let mode = match vmm.config.quirk {
+        Quirk::MissingOnly => RegisterMode::MISSING,
+        _ => RegisterMode::MISSING | RegisterMode::MINOR,
+    };
+    guest.memory.register(&uffd, mode)?;
     let (serving, vmm) = (Arc::clone(guest), Arc::clone(vmm));
     let began = Instant::now();
     std::thread::spawn(move || {
@@ -147,9 +148,7 @@ fn start_serving(vmm: &Arc<Vmm>, guest: &Arc<Guest>, faults: UnixStream) -> Resu
             // The real one ends its VM, and itself.
             std::process::exit(3);
         }
-        let took = began.elapsed().as_nanos() as u64;
-        vmm.served_ns.store(took, Ordering::SeqCst);
-        vmm.has_all.store(true, Ordering::SeqCst);
+        lock(&vmm.own).served = Some(began.elapsed());
     });
     Ok(())
 }
@@ -184,13 +183,14 @@ fn serve(
     mut faults: &UnixStream,
 ) -> Result<(), String> {
     let mut events = EventReader::new(16);
-    let mut asked = vec![false; guest.pages() as usize];
+    let mut asked = vec![false; guest.memory.pages() as usize];
     let (mut next, mut count) = (0, 0);
     loop {
         let page = match events.try_next(uffd).map_err(|why| why.to_string())? {
             Some(Event::PageFault(fault)) => {
-                vmm.faults.fetch_add(1, Ordering::SeqCst);
+                lock(&vmm.own).faults += 1;
                 guest
+                    .memory
                     .page_at(fault.address)
                     .ok_or("a fault outside the guest")?
             }
@@ -203,7 +203,7 @@ fn serve(
                 None => break,
             },
         };
-        let (gpa, hva) = guest.place(page);
+        let (gpa, hva) = guest.memory.place(page);
         if asked[page as usize] {
             uffd.wake(hva, PAGE).map_err(|why| why.to_string())?;
             continue;
@@ -234,9 +234,9 @@ fn serve(
             }
             done => done.map_err(|why| why.to_string())?,
         }
-        match vmm.pause_us.load(Ordering::SeqCst) {
-            0 => {}
-            pause => std::thread::sleep(Duration::from_micros(pause)),
+        let pause = *lock(&vmm.pause);
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
         }
     }
     // Late faults are on pages that are here.
@@ -247,9 +247,10 @@ fn serve(
     while let Some(event) = events.next(uffd, wait).map_err(|why| why.to_string())? {
         if let Event::PageFault(fault) = event {
             let page = guest
+                .memory
                 .page_at(fault.address)
                 .ok_or("a fault outside the guest")?;
-            let woken = uffd.wake(guest.place(page).1, PAGE);
+            let woken = uffd.wake(guest.memory.place(page).1, PAGE);
             woken.map_err(|why| why.to_string())?;
         }
     }

@@ -1,13 +1,13 @@
 //! The double as the sender of its VM.
 
-use super::child::Vmm;
 use super::config::Quirk;
-use super::guest::Guest;
 use super::snapshot;
+use super::vmm::{Vmm, pause};
 use super::wire::{
     ABANDON, COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY, START, STATE, expect_ok, header, request,
     send_memory_fd,
 };
+use crate::double::guest::Guest;
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde_json::json;
 use std::io::Write as _;
@@ -20,7 +20,7 @@ pub(super) fn send(vmm: &Vmm, guest: &Guest, path: &str) -> Result<(), String> {
     let was_running = guest.is_running();
     let sent = try_send(vmm, guest, path, was_running);
     if sent.is_err() && was_running {
-        guest.resume();
+        guest.run();
     }
     sent
 }
@@ -72,7 +72,7 @@ fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Result<(
         _ => expect_ok(stream, "Config")?,
     }
     die(quirk, Quirk::DieAtPause);
-    guest.pause();
+    pause(guest);
     vmm.note_time();
     let state = snapshot::state(guest).to_string().into_bytes();
     match quirk {
@@ -106,12 +106,12 @@ fn memfd(bytes: u64) -> OwnedFd {
 }
 
 fn send_memfds(quirk: Quirk, guest: &Guest, stream: &UnixStream) -> Result<(), String> {
-    let last = guest.regions.len() - 1;
+    let last = guest.memory.rams().len() - 1;
     let one = |slot: u32, fd: Option<&OwnedFd>| {
         send_memory_fd(stream, slot, fd).map_err(|why| why.to_string())?;
         expect_ok(stream, "MemoryFd")
     };
-    for (index, region) in guest.regions.iter().enumerate() {
+    for (index, region) in guest.memory.rams().iter().enumerate() {
         let other = match quirk {
             Quirk::ShortMemfd if index == last => Some(memfd(4096)),
             Quirk::NoMemfd if index == last => {
@@ -144,7 +144,7 @@ fn config(quirk: Quirk, guest: &Guest) -> Vec<u8> {
     match quirk {
         Quirk::NoJson => return b"no JSON".to_vec(),
         Quirk::ExtraMapping => mappings.push(snapshot::mapping(77, 1 << 40, 1 << 20, 0)),
-        Quirk::Overlap => mappings.push(snapshot::mapping(77, guest.regions[0].gpa, 4096, 0)),
+        Quirk::Overlap => mappings.push(snapshot::mapping(77, guest.memory.rams()[0].gpa, 4096, 0)),
         _ => {}
     }
     let config = json!({
