@@ -5,7 +5,7 @@ use super::{receive, send, snapshot};
 use crate::double::guest::{Guest, Plan};
 use crate::double::memory::{Kind, Memory, Ram};
 use crate::double::process;
-use crate::double::{Order, Status, lock};
+use crate::double::{Done, Order, Status, lock};
 use rustix::fs::MemfdFlags;
 use serde_json::{Value, json};
 use std::sync::{Arc, Mutex};
@@ -112,11 +112,11 @@ impl process::Vmm for Vmm {
         (status.served, status.outcome) = (own.served, own.outcome);
     }
 
-    fn obey(&self, order: Order) -> Result<(), String> {
+    fn obey(&self, order: Order) -> Done {
         match order {
             Order::Snapshot(directory) => {
                 let guest = self.guest().ok_or("no VM")?;
-                snapshot::write(&guest, &directory).map_err(|why| why.to_string())
+                Ok(snapshot::write(&guest, &directory)?)
             }
             Order::SlowDown(pause) => {
                 *lock(&self.pause) = pause;
@@ -130,7 +130,7 @@ impl process::Vmm for Vmm {
         why
     }
 
-    fn call(self: &Arc<Self>, _: &str, path: &str, body: &Value) -> Result<Value, String> {
+    fn call(self: &Arc<Self>, _: &str, path: &str, body: &Value) -> Done<Value> {
         let socket = |name: &str| {
             let url = body[name].as_str().unwrap_or_default();
             let path = url.strip_prefix("unix:").map(str::to_owned);
@@ -178,7 +178,7 @@ impl process::Vmm for Vmm {
                 }
                 received?;
             }
-            _ => return Err(format!("unknown endpoint {path}")),
+            _ => return Err(format!("unknown endpoint {path}").into()),
         }
         Ok(Value::Null)
     }

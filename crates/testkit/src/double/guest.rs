@@ -10,7 +10,7 @@
 
 use super::contents::{Contents, Words, bytes, in_file, written};
 use super::memory::Memory;
-use super::{Status, Task, lock};
+use super::{Done, Status, Task, lock};
 use crate::Random;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
@@ -201,7 +201,7 @@ impl Guest {
     }
 
     /// Begins a task, on a thread of its own or on one for each vCPU.
-    pub(crate) fn begin(self: &Arc<Self>, task: Task) -> Result<(), String> {
+    pub(crate) fn begin(self: &Arc<Self>, task: Task) -> Done {
         let pages = self.memory.pages();
         match task {
             Task::VerifyAll => {
@@ -224,14 +224,14 @@ impl Guest {
                 let end = first.saturating_add(count);
                 let unit = self.memory.unit();
                 if end > self.memory.run_end(first, count) || end == first {
-                    return Err("the pages do not lie in one region".to_owned());
+                    return Err("the pages do not lie in one region".into());
                 }
                 if first % unit != 0 || end % unit != 0 {
-                    return Err("the pages are no whole huge pages".to_owned());
+                    return Err("the pages are no whole huge pages".into());
                 }
                 self.spawn(move |guest| guest.remove(first, end));
             }
-            _ => return Err(format!("{task:?} is outside the guest")),
+            _ => return Err(format!("{task:?} is outside the guest").into()),
         }
         Ok(())
     }

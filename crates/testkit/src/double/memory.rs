@@ -11,6 +11,7 @@
     reason = "maps memory, touches it like a guest, and registers it"
 )]
 
+use super::Done;
 use super::contents::{PAGE_BYTES, WORDS, Words};
 use pageferry_addr::Hva;
 use pageferry_userfault::uffd::{RegisterMode, Userfaultfd};
@@ -127,13 +128,12 @@ impl Memory {
     }
 
     /// Registers all regions.
-    pub(crate) fn register(&self, uffd: &Userfaultfd, mode: RegisterMode) -> Result<(), String> {
+    pub(crate) fn register(&self, uffd: &Userfaultfd, mode: RegisterMode) -> Done {
         for region in &self.regions {
             // SAFETY: only words and system calls access the mapping, and it is never unmapped. No
             // thread holds a lock that a handler needs: the handler is another process, or a thread
             // that touches none of it.
-            unsafe { uffd.register(Hva(region.base), region.size, mode) }
-                .map_err(|why| why.to_string())?;
+            unsafe { uffd.register(Hva(region.base), region.size, mode) }?;
         }
         Ok(())
     }

@@ -314,6 +314,9 @@ impl Drop for Double {
     }
 }
 
+/// The error is the reason, in words.
+pub(crate) type Done<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("no thread panics here")
 }

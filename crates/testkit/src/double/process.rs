@@ -4,7 +4,7 @@
 //! of the API has to. So they answer while other threads sleep on missing pages.
 
 use super::guest::Guest;
-use super::{CONFIG, Config, Order, Status};
+use super::{CONFIG, Config, Done, Order, Status};
 use serde_json::{Value, json};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::AsFd as _;
@@ -28,10 +28,10 @@ pub(crate) trait Vmm: Send + Sync + 'static {
     fn tell(&self, status: &mut Status);
 
     /// Carries out an order that not all VMMs know.
-    fn obey(&self, order: Order) -> Result<(), String>;
+    fn obey(&self, order: Order) -> Done;
 
     /// Carries out a call of the API.
-    fn call(self: &Arc<Self>, method: &str, path: &str, body: &Value) -> Result<Value, String>;
+    fn call(self: &Arc<Self>, method: &str, path: &str, body: &Value) -> Done<Value>;
 
     /// The body of a refusal.
     fn refusal(why: String) -> String;
@@ -73,7 +73,8 @@ pub(crate) fn entry<C: Config, V: Vmm>(new: impl FnOnce(C) -> V) {
             }
         });
     }
-    let say = |answer: Result<Value, String>| {
+    let say = |answer: Done<Value>| {
+        let answer = answer.map_err(|why| why.to_string());
         let line = serde_json::to_string(&answer).expect("JSON");
         writeln!(&control, "{line}").expect("the test listens");
     };
@@ -85,7 +86,7 @@ pub(crate) fn entry<C: Config, V: Vmm>(new: impl FnOnce(C) -> V) {
     exit(2);
 }
 
-fn obey(vmm: &impl Vmm, order: Order) -> Result<Value, String> {
+fn obey(vmm: &impl Vmm, order: Order) -> Done<Value> {
     let guest = vmm.guest();
     if let Order::Status = order {
         let mut status = guest.map_or_else(Status::default, |guest| guest.status());
@@ -114,7 +115,7 @@ fn answer<V: Vmm>(vmm: &Arc<V>, mut call: &UnixStream) {
     let (status, body) = match done {
         Ok(Value::Null) => ("204 No Content", None),
         Ok(body) => ("200 OK", Some(body.to_string())),
-        Err(why) => (V::REFUSED, Some(V::refusal(why))),
+        Err(why) => (V::REFUSED, Some(V::refusal(why.to_string()))),
     };
     let body = body.map_or("\r\n".into(), |body| {
         let length = body.len();

@@ -107,13 +107,8 @@ impl double::Config for Config {
         let Some(jail) = &self.jail else {
             return Some(Command::new(this));
         };
-        let mut unshare = Command::new("unshare");
-        if !unshare
-            .arg("--mount")
-            .arg("true")
-            .status()
-            .is_ok_and(|s| s.success())
-        {
+        let works = Command::new("unshare").args(["--mount", "true"]).status();
+        if !works.is_ok_and(|status| status.success()) {
             crate::skip("jail", "`unshare --mount` fails: only root may");
             return None;
         }

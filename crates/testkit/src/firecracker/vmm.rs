@@ -9,7 +9,7 @@ use crate::double::contents::{PAGE_BYTES, bytes};
 use crate::double::guest::{Guest, Plan};
 use crate::double::memory::{Kind, Memory, Region};
 use crate::double::process::{self, Vmm as _};
-use crate::double::{Config as _, Order, Status, lock};
+use crate::double::{Config as _, Done, Order, Status, lock};
 use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd};
 use serde_json::{Value, json};
 use std::fs::{File, OpenOptions};
@@ -65,7 +65,7 @@ impl process::Vmm for Vmm {
         status.mmds = lock(&self.mmds).clone();
     }
 
-    fn obey(&self, order: Order) -> Result<(), String> {
+    fn obey(&self, order: Order) -> Done {
         let Order::Connect(fields, socket) = order else {
             return Err("Firecracker knows no such order".into());
         };
@@ -79,7 +79,7 @@ impl process::Vmm for Vmm {
         json!({ "fault_message": why }).to_string()
     }
 
-    fn call(self: &Arc<Self>, method: &str, path: &str, body: &Value) -> Result<Value, String> {
+    fn call(self: &Arc<Self>, method: &str, path: &str, body: &Value) -> Done<Value> {
         let _turn = lock(&self.turn);
         match (method, path) {
             ("GET", "/") => Ok(json!({
@@ -124,13 +124,13 @@ impl process::Vmm for Vmm {
                     (Some("Resumed"), Quirk::DieAtResume) => std::process::exit(9),
                     (Some("Paused"), _) => pause(guest),
                     (Some("Resumed"), _) => guest.run(),
-                    (other, _) => return Err(format!("unknown state {other:?}")),
+                    (other, _) => return Err(format!("unknown state {other:?}").into()),
                 };
                 Ok(Value::Null)
             }
             ("PUT", "/snapshot/create") => self.create(body).map(|()| Value::Null),
             ("PUT", "/snapshot/load") => self.load(body).map(|()| Value::Null),
-            _ => Err(format!("unknown call {method} {path}")),
+            _ => Err(format!("unknown call {method} {path}").into()),
         }
     }
 }
@@ -177,7 +177,7 @@ impl Vmm {
 
     /// Makes a snapshot of the paused VM. A diff has the resident pages, and leaves the others as they
     /// are in the file: there is no log of dirty pages.
-    fn create(&self, body: &Value) -> Result<(), String> {
+    fn create(&self, body: &Value) -> Done {
         let guest = self.guest().ok_or("there is no VM")?;
         if self.state() != "Paused" || self.quirk == Quirk::RefuseCreate {
             return Err("the VM cannot be saved now".into());
@@ -188,44 +188,42 @@ impl Vmm {
                 return Err("Diff snapshots are not allowed".into());
             }
             Some("Diff") => true,
-            other => return Err(format!("unknown type {other:?}")),
+            other => return Err(format!("unknown type {other:?}").into()),
         };
         // On a busy machine, a vCPU may still be within its last access: then what its page
         // contains is not known.
         crate::wait_until("the vCPUs to stop", || guest.is_still());
         let path = |name: &str| body[name].as_str().ok_or(format!("no {name}"));
-        let failed = |why: std::io::Error| why.to_string();
         if self.quirk == Quirk::LinkState {
-            std::os::unix::fs::symlink("/etc/hostname", path("snapshot_path")?).map_err(failed)?;
+            std::os::unix::fs::symlink("/etc/hostname", path("snapshot_path")?)?;
             return Ok(());
         }
-        let mut file = File::create(path("snapshot_path")?).map_err(failed)?;
+        let mut file = File::create(path("snapshot_path")?)?;
         let state = json!(guest.plan()).to_string();
-        file.write_all(state.as_bytes()).map_err(failed)?;
+        file.write_all(state.as_bytes())?;
         if self.quirk == Quirk::LongState {
-            file.set_len(MAX_STATE_BYTES + 1).map_err(failed)?;
+            file.set_len(MAX_STATE_BYTES + 1)?;
         }
         let mut options = OpenOptions::new();
         let options = options.write(true).create(true).truncate(false);
-        let memory = options.open(path("mem_file_path")?).map_err(failed)?;
+        let memory = options.open(path("mem_file_path")?)?;
         let length = guest.memory.pages() * PAGE_BYTES;
-        if memory.metadata().map_err(failed)?.len() != length {
-            memory.set_len(0).map_err(failed)?;
+        if memory.metadata()?.len() != length {
+            memory.set_len(0)?;
         }
-        memory.set_len(length).map_err(failed)?;
+        memory.set_len(length)?;
         if self.quirk == Quirk::DieAtCreate {
             let page = bytes(&guest.memory.load(0));
-            memory.write_all_at(&page, 0).map_err(failed)?;
+            memory.write_all_at(&page, 0)?;
             std::process::exit(9);
         }
-        let written = guest.memory.write_to(&memory, diff);
-        written.map_err(|why| failed(why.into()))?;
-        memory.sync_all().map_err(failed)
+        guest.memory.write_to(&memory, diff)?;
+        Ok(memory.sync_all()?)
     }
 
     /// Loads a snapshot, in the steps of the real one: the state, the handshake, its vCPUs, for which
     /// KVM reads the page of a clock, its devices, and the answer.
-    fn load(&self, body: &Value) -> Result<(), String> {
+    fn load(&self, body: &Value) -> Done {
         if self.guest().is_some() {
             return Err("there is a VM".into());
         }
@@ -236,16 +234,15 @@ impl Vmm {
         }
         check_load(body)?;
         let path = body["snapshot_path"].as_str().ok_or("no snapshot_path")?;
-        let text = std::fs::read_to_string(path).map_err(|why| why.to_string())?;
-        let plan: Plan = serde_json::from_str(&text).map_err(|why| why.to_string())?;
+        let text = std::fs::read_to_string(path)?;
+        let plan: Plan = serde_json::from_str(&text)?;
         if body["mem_backend"]["backend_type"] != "Uffd" {
             return Err("the double loads by userfaultfd only".into());
         }
         let socket = body["mem_backend"]["backend_path"]
             .as_str()
             .ok_or("no path")?;
-        let memory = Memory::map(&plan.regions, Kind::Anonymous { huge: false });
-        let memory = memory.map_err(|why| why.to_string())?;
+        let memory = Memory::map(&plan.regions, Kind::Anonymous { huge: false })?;
         let uffd = register(&memory, Features::EVENT_REMOVE)?;
         let hidden = usize::from(self.quirk == Quirk::ShortHandshake);
         let regions = &memory.regions()[..plan.regions.len() - hidden];
@@ -267,7 +264,7 @@ impl Vmm {
 }
 
 /// Checks the fields of a load, as the real one does. The only network interface is `eth0`.
-fn check_load(body: &Value) -> Result<(), String> {
+fn check_load(body: &Value) -> Done {
     for (name, value) in body.as_object().ok_or("no body")? {
         let right = match name.as_str() {
             "snapshot_path" | "mem_backend" => true,
@@ -281,7 +278,7 @@ fn check_load(body: &Value) -> Result<(), String> {
             _ => false,
         };
         if !right {
-            return Err(format!("the field {name} cannot be {value}"));
+            return Err(format!("the field {name} cannot be {value}").into());
         }
     }
     Ok(())
@@ -299,8 +296,8 @@ fn pause(guest: &Guest) {
 }
 
 /// Registers memory for missing faults.
-fn register(memory: &Memory, features: Features) -> Result<Userfaultfd, String> {
-    let uffd = Userfaultfd::open(features).map_err(|why| why.to_string())?;
+fn register(memory: &Memory, features: Features) -> Done<Userfaultfd> {
+    let uffd = Userfaultfd::open(features)?;
     memory.register(&uffd, RegisterMode::MISSING)?;
     Ok(uffd)
 }
@@ -312,9 +309,9 @@ fn connect(
     unit: u64,
     fields: Fields,
     uffd: &Userfaultfd,
-) -> Result<(), String> {
+) -> Done {
     let text = handshake_text(regions, unit * PAGE_BYTES, fields);
     let stream = send_handshake(socket, text.as_bytes(), &[uffd.as_fd()]);
-    std::mem::forget(stream.map_err(|why| why.to_string())?);
+    std::mem::forget(stream?);
     Ok(())
 }
