@@ -82,8 +82,7 @@ fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Done {
             expect_ok(stream, "a long State")?;
         }
         _ => {
-            let length = state.len() as u64;
-            raw.write_all(&header(STATE, 0, length))?;
+            raw.write_all(&header(STATE, 0, state.len() as u64))?;
             raw.write_all(&state)?;
             die(quirk, Quirk::DieAtState);
             expect_ok(stream, "State")?;

@@ -86,8 +86,12 @@ impl Vmm {
         }
     }
 
-    fn set_outcome(&self, outcome: &str) {
-        lock(&self.own).outcome = outcome.into();
+    /// Notes the end of a migration.
+    fn end(&self, done: &Done, outcome: &str) {
+        lock(&self.own).outcome = match done {
+            Ok(()) => outcome.into(),
+            Err(why) => format!("failed: {why}"),
+        };
     }
 
     /// Notes when it paused its VM as a sender, or ran it as a receiver.
@@ -156,14 +160,13 @@ impl process::Vmm for Vmm {
                 let preserve = body["preserve_source"] == true;
                 let vmm = Arc::clone(self);
                 // As the real one, it answers when the migration has begun.
-                std::thread::spawn(move || match send::send(&vmm, &guest, &path) {
-                    Ok(()) if preserve => vmm.set_outcome("preserved"),
-                    Ok(()) => {
+                std::thread::spawn(move || {
+                    let sent = send::send(&vmm, &guest, &path);
+                    if sent.is_ok() && !preserve {
                         // The real one ends. The double stays for its test, without a VM.
                         *lock(&vmm.guest) = None;
-                        vmm.set_outcome("sent");
                     }
-                    Err(why) => vmm.set_outcome(&format!("failed: {why}")),
+                    vmm.end(&sent, if preserve { "preserved" } else { "sent" });
                 });
             }
             "vm.receive-migration" => {
@@ -172,10 +175,7 @@ impl process::Vmm for Vmm {
                 }
                 let postcopy = body["memory_mode"] == "Postcopy";
                 let received = receive::receive(self, &socket("receiver_url")?, postcopy);
-                match &received {
-                    Ok(()) => self.set_outcome("received"),
-                    Err(why) => self.set_outcome(&format!("failed: {why}")),
-                }
+                self.end(&received, "received");
                 received?;
             }
             _ => return Err(format!("unknown endpoint {path}").into()),

@@ -187,7 +187,7 @@ impl Memory {
 
     /// Lets the kernel write all regions to the memory file, each at once if it can. No thread may
     /// write them meanwhile. Only what is resident, if `resident`: that cannot be told in a jail.
-    pub(crate) fn write_to(&self, file: &File, resident: bool) -> Result<(), Errno> {
+    pub(crate) fn write_to(&self, file: &File, resident: bool) -> std::io::Result<()> {
         if resident && let Ok(pagemap) = File::open("/proc/self/pagemap") {
             for page in 0..self.pages() {
                 let mut entry = [0; 8];
@@ -195,7 +195,7 @@ impl Memory {
                 pagemap.read_exact_at(&mut entry, at).expect("an entry");
                 if u64::from_ne_bytes(entry) >> 63 != 0 {
                     let words = super::contents::bytes(&self.load(page));
-                    rustix::io::pwrite(file, &words, page * PAGE_BYTES)?;
+                    file.write_all_at(&words, page * PAGE_BYTES)?;
                 }
             }
             return Ok(());
@@ -204,11 +204,7 @@ impl Memory {
             let start = pointer(region.base).cast::<u8>();
             // SAFETY: the region is a mapping that is never unmapped, and nobody writes it.
             let bytes = unsafe { std::slice::from_raw_parts(start, region.size as usize) };
-            let mut done = 0;
-            while done < bytes.len() {
-                let at = region.offset + done as u64;
-                done += rustix::io::pwrite(file, &bytes[done..], at)?;
-            }
+            file.write_all_at(bytes, region.offset)?;
         }
         Ok(())
     }

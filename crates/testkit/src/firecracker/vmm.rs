@@ -175,8 +175,8 @@ impl Vmm {
         }
     }
 
-    /// Makes a snapshot of the paused VM. A diff has the resident pages, and leaves the others as they
-    /// are in the file: there is no log of dirty pages.
+    /// Makes a snapshot of the paused VM. A diff has the resident pages, and leaves the others as
+    /// they are in the file: there is no log of dirty pages.
     fn create(&self, body: &Value) -> Done {
         let guest = self.guest().ok_or("there is no VM")?;
         if self.state() != "Paused" || self.quirk == Quirk::RefuseCreate {
