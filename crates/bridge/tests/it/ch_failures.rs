@@ -34,12 +34,12 @@ fn check_runs_on(hosts: &mut Hosts, moved: Moved, sentence: &str) {
     let status = hosts.source.outcome();
     assert!(status.outcome.starts_with("failed: "), "{status:?}");
     assert_eq!(status.state, "Running");
-    let touches = status.touches;
+    let touches = status.touched();
     wait_until("the guest to go on", || {
-        hosts.source.status().touches > touches
+        hosts.source.status().touched() > touches
     });
     let status = hosts.source.verify();
-    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+    assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
 }
 
 #[test]
@@ -149,7 +149,7 @@ fn a_sender_that_dies_when_its_state_is_here_costs_nothing() {
         assert_eq!(
             (status.wrong, &status.state[..]),
             (0, "Running"),
-            "{}",
+            "{:?}",
             status.first_wrong
         );
     }
@@ -173,7 +173,7 @@ fn a_receiver_that_fails_around_the_hand_over_leaves_no_doubt_where_the_vm_is() 
                 assert_eq!(failure.vm, SourceVm::Runs, "{error}");
                 assert_eq!(hosts.source.outcome().state, "Running", "{error}");
                 let status = hosts.source.verify();
-                assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+                assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
             }
             SourceError::GivenUp(_) => assert_eq!(hosts.source.status().state, "Paused"),
             other => panic!("{other}"),

@@ -14,7 +14,7 @@ use std::time::Duration;
 fn pause(hosts: &mut Hosts) -> Duration {
     let paused = hosts.source.status().at;
     let ran = hosts.target.verify();
-    assert_eq!(ran.wrong, 0, "{}", ran.first_wrong);
+    assert_eq!(ran.wrong, 0, "{:?}", ran.first_wrong);
     ran.at - paused
 }
 
@@ -96,7 +96,7 @@ fn page_faults_do_not_wait_for_a_round_trip_each() {
         moved.sent.unwrap();
         serve(moved.received.unwrap()).unwrap();
         let status = hosts.target.status();
-        let rate = PAGES as f64 / status.served.as_secs_f64();
+        let rate = PAGES as f64 / status.served.unwrap().as_secs_f64();
         println!(
             "{rate:.0} pages/s, {} faults, in {:?}",
             status.faults, status.served

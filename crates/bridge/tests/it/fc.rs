@@ -10,7 +10,7 @@ use pageferry_migration::{
     Destination, DestinationConfig, DestinationReport, Listener, Observer, PlainPolicy, Route,
     SourceConfig, SourceReport, SourceSession, Switch, Unobserved,
 };
-use pageferry_testkit::firecracker::{Quirk, VmmConfig, VmmDouble};
+use pageferry_testkit::firecracker::{Config, Double, Quirk};
 use pageferry_testkit::shaper::{Plan, Shaper};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -26,8 +26,8 @@ pub(crate) const PAGES: u64 = (12 << 20) / 4096;
 
 /// Two doubles, and what moves a VM from one to the other.
 pub(crate) struct Hosts {
-    pub(crate) source: VmmDouble,
-    pub(crate) target: VmmDouble,
+    pub(crate) source: Double,
+    pub(crate) target: Double,
     pub(crate) session: SourceSession,
     pub(crate) destination: Arc<Destination>,
     /// The end of pre-copy.
@@ -55,7 +55,7 @@ pub(crate) struct Moved {
 
 /// What a test may touch while a move is under way.
 pub(crate) struct Beside<'a> {
-    pub(crate) source: &'a mut VmmDouble,
+    pub(crate) source: &'a mut Double,
     pub(crate) session: &'a SourceSession,
     pub(crate) destination: &'a Arc<Destination>,
 }
@@ -114,23 +114,21 @@ impl Hosts {
             Places::Beside => directory.join(name),
             Places::Jails => directory.join(name).join("api"),
         });
-        let mut sending = VmmDouble::start(&VmmConfig {
-            api: apis[0].clone(),
+        let mut sending = Double::start(&Config {
+            api: Some(apis[0].clone()),
             seed: 1,
             regions: regions.to_vec(),
             vcpus: 2,
             balloon_us,
             quirk: source,
             jail: jails[0].clone(),
+            ..Config::default()
         })?;
-        let receiving = VmmDouble::start(&VmmConfig {
-            api: apis[1].clone(),
-            seed: 0,
-            regions: Vec::new(),
-            vcpus: 0,
-            balloon_us: None,
+        let receiving = Double::start(&Config {
+            api: Some(apis[1].clone()),
             quirk: target,
             jail: jails[1].clone(),
+            ..Config::default()
         })?;
         sending.run();
         let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();

@@ -35,12 +35,12 @@ fn check_failed(moved: &Moved) -> String {
 /// The VM runs at its source with all its memory.
 fn check_runs_on(hosts: &mut Hosts) {
     assert_eq!(hosts.source.status().state, "Running");
-    let touches = hosts.source.status().touches;
+    let touches = hosts.source.status().touched();
     wait_until("the guest to go on", || {
-        hosts.source.status().touches > touches + 100
+        hosts.source.status().touched() > touches + 100
     });
     let status = hosts.source.verify();
-    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+    assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
 }
 
 #[test]
@@ -92,7 +92,7 @@ fn a_firecracker_without_diff_snapshots_moves_by_full_ones() {
     moved.sent.unwrap();
     moved.received.unwrap();
     let status = hosts.target.verify();
-    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+    assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
 }
 
 /// The VM can move again after a failure, with what it has written since.
@@ -117,7 +117,7 @@ fn a_vm_moves_after_a_failed_move() {
     moved.sent.unwrap();
     moved.received.unwrap();
     let status = hosts.target.verify();
-    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+    assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
 }
 
 /// A paused VM stays paused.

@@ -17,7 +17,9 @@ fn the_pause_and_its_parts() {
                     return;
                 };
                 hosts.switch = switch;
-                wait_until("the guest to work", || hosts.source.status().touches > 5000);
+                wait_until("the guest to work", || {
+                    hosts.source.status().touched() > 5000
+                });
                 let route = hosts.route();
                 let moved = hosts.migrate(&route, |_| ());
                 let sent = moved.sent.unwrap();

@@ -25,7 +25,9 @@ fn a_vm_moves_from_jail_to_jail() {
     let Some(mut hosts) = Hosts::in_jails(&[12 << 20], [Quirk::Right; 2]) else {
         return;
     };
-    wait_until("the guest to work", || hosts.source.status().touches > 500);
+    wait_until("the guest to work", || {
+        hosts.source.status().touched() > 500
+    });
     let route = hosts.route();
     let moved = hosts.migrate(&route, |_| ());
     let sent = moved.sent.unwrap();
@@ -71,7 +73,7 @@ fn a_failed_move_leaves_nothing_in_the_jails() {
         assert!(text.contains(sentence), "{quirks:?}: {text}");
         assert_eq!(hosts.source.status().state, "Running");
         let status = hosts.source.verify();
-        assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+        assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
         check_nothing_is_left(&hosts);
     }
 }

@@ -12,19 +12,19 @@ use std::sync::Mutex;
 /// The VM has moved, each of its pages is right, and its old process keeps it paused.
 fn check_arrived(hosts: &mut Hosts, state: &str) {
     let status = hosts.target.verify();
-    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+    assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
     assert_eq!(status.state, state);
     assert_eq!(hosts.source.status().state, "Paused");
 }
 
 /// The VM goes on, though nobody serves its memory any more.
 fn check_goes_on(hosts: &mut Hosts) {
-    let touches = hosts.target.status().touches;
+    let touches = hosts.target.status().touched();
     wait_until("the guest to go on", || {
-        hosts.target.status().touches > touches + 500
+        hosts.target.status().touched() > touches + 500
     });
     let status = hosts.target.status();
-    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+    assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
 }
 
 #[test]
@@ -32,7 +32,9 @@ fn a_running_vm_of_firecracker_moves_and_runs_on() {
     let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {
         return;
     };
-    wait_until("the guest to work", || hosts.source.status().touches > 500);
+    wait_until("the guest to work", || {
+        hosts.source.status().touched() > 500
+    });
     let route = hosts.route();
     let moved = hosts.migrate(&route, |_| ());
     let sent = moved.sent.unwrap();
@@ -174,7 +176,9 @@ fn pages_travel_while_the_vm_is_not_paused_by_us() {
     let Some(mut hosts) = Hosts::with(&[12 << 20], None, [Quirk::Right; 2]) else {
         return;
     };
-    wait_until("the guest to work", || hosts.source.status().touches > 500);
+    wait_until("the guest to work", || {
+        hosts.source.status().touched() > 500
+    });
     hosts.source.pause();
     let route = hosts.route();
     let moved = hosts.migrate(&route, |_| ());
@@ -195,7 +199,9 @@ fn pages_that_change_behind_their_copy_arrive_right() {
     let Some(mut hosts) = Hosts::with(&[12 << 20], None, [Quirk::Right; 2]) else {
         return;
     };
-    wait_until("the guest to work", || hosts.source.status().touches > 500);
+    wait_until("the guest to work", || {
+        hosts.source.status().touched() > 500
+    });
     let route = hosts.route();
     let moved = hosts.migrate(&route, |_| ());
     let sent = moved.sent.unwrap();
@@ -240,5 +246,5 @@ fn a_move_of_firecracker_survives_ten_cuts() {
     moved.received.unwrap();
     check_goes_on(&mut hosts);
     let status = hosts.target.verify();
-    assert_eq!(status.wrong, 0, "{}", status.first_wrong);
+    assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
 }

@@ -1,14 +1,14 @@
 //! `migrate --vm fc:..` and `receive --for fc:..`: two doubles of Firecracker, two processes.
 
 use crate::support::{Dir, Process, pageferry};
-use pageferry_testkit::firecracker::{Quirk, VmmConfig, VmmDouble};
+use pageferry_testkit::firecracker::{Config, Double, Quirk};
 use pageferry_testkit::{Random, rotating_seeds, wait_until};
 use rustix::process::Signal;
 use std::time::Duration;
 
 struct Hosts {
-    source: VmmDouble,
-    target: VmmDouble,
+    source: Double,
+    target: Double,
     receive: Process,
     address: String,
     dir: Dir,
@@ -29,17 +29,17 @@ fn hosts(source: Quirk, target: Quirk) -> Option<Hosts> {
 /// The same, with so many bytes, of which a balloon takes some.
 fn hosts_with(bytes: u64, source: Quirk, target: Quirk) -> Option<Hosts> {
     let dir = Dir::new();
-    let config = |name: &str, regions: Vec<u64>, quirk| VmmConfig {
-        api: dir.path(name),
+    let config = |name: &str, regions: Vec<u64>, quirk| Config {
+        api: Some(dir.path(name)),
         seed: 3,
         vcpus: if regions.is_empty() { 0 } else { 2 },
         balloon_us: (regions.iter().sum::<u64>() > 8 << 20).then_some(500),
         regions,
         quirk,
-        jail: None,
+        ..Config::default()
     };
-    let mut source = VmmDouble::start(&config("source", vec![bytes], source))?;
-    let target = VmmDouble::start(&config("target", Vec::new(), target))?;
+    let mut source = Double::start(&config("source", vec![bytes], source))?;
+    let target = Double::start(&config("target", Vec::new(), target))?;
     source.run();
     let receive = receive(&dir, "127.0.0.1:0");
     let address = receive.wait_until_said("listening on ");
@@ -114,7 +114,12 @@ impl Hosts {
         self.receive.end().assert_ok();
         let status = self.target.verify();
         let runs = (status.wrong, &status.state[..]);
-        assert_eq!(runs, (0, "Running"), "seed {seed}: {}", status.first_wrong);
+        assert_eq!(
+            runs,
+            (0, "Running"),
+            "seed {seed}: {:?}",
+            status.first_wrong
+        );
         assert_eq!(self.source.status().state, "Paused", "seed {seed}");
     }
 }
@@ -186,7 +191,7 @@ fn a_kill_of_the_sender_before_the_hand_over_leaves_firecrackers_vm_running() {
             !hosts.dir.path("source.pageferry").exists() && hosts.source.status().state == "Running"
         });
         let status = hosts.source.verify();
-        assert_eq!(status.wrong, 0, "seed {seed}: {}", status.first_wrong);
+        assert_eq!(status.wrong, 0, "seed {seed}: {:?}", status.first_wrong);
     }
 }
 

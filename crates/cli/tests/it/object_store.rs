@@ -2,7 +2,7 @@
 
 use crate::support::{Dir, PAGEFERRY, Process};
 use pageferry_testkit::firecracker::{
-    Backend, Config, Double, Fields, Task, page_contents, write_memory_file,
+    Config, Double, Fields, Task, page_contents, write_memory_file,
 };
 use pageferry_testkit::wait_until;
 use std::io::{BufRead, BufReader, Write};
@@ -100,9 +100,8 @@ fn a_vm_starts_from_an_object_and_the_next_one_from_the_cache() {
         let Some(mut double) = Double::start(&Config {
             seed: 31,
             regions: vec![PAGES * 4096],
-            backend: Backend::Uffd,
             vcpus: 2,
-            balloon_us: None,
+            ..Config::default()
         }) else {
             return;
         };

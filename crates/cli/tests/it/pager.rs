@@ -1,7 +1,7 @@
 //! `pageferry pager`, with a double of Firecracker as the VMM.
 
 use crate::support::{Dir, Ended, PAGEFERRY, Process, is_alive};
-use pageferry_testkit::firecracker::{Backend, Config, Double, Fields, Task, write_memory_file};
+use pageferry_testkit::firecracker::{Config, Double, Fields, Task, write_memory_file};
 use pageferry_testkit::wait_until;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -28,9 +28,9 @@ impl Vm {
         let double = Double::start(&Config {
             seed: SEED,
             regions,
-            backend: Backend::Uffd,
             vcpus: 2,
             balloon_us: Some(500),
+            ..Config::default()
         })?;
         Some(Self {
             double,

@@ -51,7 +51,7 @@ impl Place {
             regions: vec![4 * MIB, 2 * MIB],
             backend: Backend::File(self.mount.join(name)),
             vcpus: 2,
-            balloon_us: None,
+            ..Config::default()
         });
         double.expect("it needs no userfaultfd")
     }

@@ -2,7 +2,7 @@
 
 use crate::support::certificates::{Authority, Now, SideFlags};
 use crate::support::{Dir, Process, pageferry};
-use pageferry_testkit::firecracker::{Backend, Config, Double, Fields, Task, write_memory_file};
+use pageferry_testkit::firecracker::{Config, Double, Fields, Task, write_memory_file};
 use pageferry_testkit::wait_until;
 use rustix::process::Signal;
 
@@ -27,9 +27,8 @@ fn a_vm_starts_from_a_snapshot_of_another_host_and_outlives_both_processes() {
     let config = Config {
         seed: SEED,
         regions: vec![4 * MIB, 2 * MIB],
-        backend: Backend::Uffd,
         vcpus: 2,
-        balloon_us: None,
+        ..Config::default()
     };
     let Some(mut double) = Double::start(&config) else {
         return;

@@ -84,7 +84,7 @@ fn a_vm_waits_for_a_file_that_is_cut_off_and_grown_again() {
 #[test]
 fn a_vm_of_a_changed_file_is_killed() {
     let change = |file: &File| file.write_all_at(b"changed", 0).expect("written");
-    let Some((scene, double)) = lose("killed", OnLoss::Kill, change) else {
+    let Some((scene, mut double)) = lose("killed", OnLoss::Kill, change) else {
         return;
     };
     let signal = Signal::KILL.as_raw();

@@ -4,7 +4,7 @@ use pageferry_pager::{
     Format, Name, Pager, Phase, Restore, Settings, Status, VmStatus, open_source,
 };
 use pageferry_testkit::firecracker::{
-    Backend, Config, Double, Fields, PAGE_BYTES, Task, page_contents, write_memory_file,
+    Config, Double, Fields, PAGE_BYTES, Task, page_contents, write_memory_file,
 };
 use pageferry_testkit::wait_until;
 use rustix::fs::{Advice, fadvise};
@@ -59,9 +59,8 @@ pub(crate) fn config(seed: u64) -> Config {
     Config {
         seed,
         regions: vec![4 * MIB, MIB, 2 * MIB],
-        backend: Backend::Uffd,
         vcpus: 4,
-        balloon_us: None,
+        ..Config::default()
     }
 }
 

@@ -3,9 +3,7 @@
 use crate::scene::Scene;
 use pageferry_pager::{Format, Pager, Phase, Restore, Settings, Stores};
 use pageferry_snapshot::{Input, Options, pack};
-use pageferry_testkit::firecracker::{
-    Backend, Config, Double, Fields, PAGE_BYTES, Task, write_memory_file,
-};
+use pageferry_testkit::firecracker::{Config, Double, Fields, PAGE_BYTES, Task, write_memory_file};
 use pageferry_testkit::wait_until;
 use std::fs::File;
 use std::ops::ControlFlow;
@@ -18,9 +16,8 @@ fn restores(scene: &mut Scene, file: &str, format: Format, seed: u64) {
     let config = Config {
         seed,
         regions: vec![8 * MIB, MIB],
-        backend: Backend::Uffd,
         vcpus: 4,
-        balloon_us: None,
+        ..Config::default()
     };
     let Some(mut double) = Double::start(&config) else {
         return;

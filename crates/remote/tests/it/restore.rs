@@ -5,9 +5,7 @@ use crate::server::{Behaviour, Fault, Server};
 use crate::{HASTY, PATIENT, Scratch, stores};
 use pageferry_pager::{Format, Name, Pager, Phase, Recording, Restore, Settings, Store, Stores};
 use pageferry_remote::Cache;
-use pageferry_testkit::firecracker::{
-    Backend, Config, Double, Fields, PAGE_BYTES, Task, write_memory_file,
-};
+use pageferry_testkit::firecracker::{Config, Double, Fields, PAGE_BYTES, Task, write_memory_file};
 use pageferry_testkit::wait_until;
 use std::path::Path;
 use std::sync::Arc;
@@ -19,9 +17,9 @@ pub(crate) fn config(seed: u64) -> Config {
     Config {
         seed,
         regions: vec![4 * MIB, MIB, 2 * MIB],
-        backend: Backend::Uffd,
         vcpus: 4,
         balloon_us: Some(20_000),
+        ..Config::default()
     }
 }
 

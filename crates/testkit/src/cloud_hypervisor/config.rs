@@ -1,9 +1,12 @@
-//! The configuration of a double, and its text.
+//! The configuration of a double.
 
+use crate::double;
+use pageferry_userfault::uffd::Features;
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The properties of a double. It travels to the double's process as lines of text.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The properties of a double.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Config {
     /// The path of its API socket.
     pub api: PathBuf,
@@ -18,7 +21,7 @@ pub struct Config {
 }
 
 /// What a double does wrong.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Quirk {
     /// Nothing.
     Right,
@@ -96,101 +99,14 @@ pub enum Quirk {
     WrongCommand,
 }
 
-impl Quirk {
-    const ALL: [Self; 37] = [
-        Self::Right,
-        Self::Version,
-        Self::OldVersion,
-        Self::Command,
-        Self::ConfigFirst,
-        Self::NotShared,
-        Self::Inline,
-        Self::ShortMemfd,
-        Self::SealedMemfd,
-        Self::NoMemfd,
-        Self::NoDescriptor,
-        Self::TwiceMemfd,
-        Self::ExtraMemfd,
-        Self::ExtraMapping,
-        Self::Overlap,
-        Self::NoJson,
-        Self::LongConfig,
-        Self::Abandon,
-        Self::NoState,
-        Self::LongState,
-        Self::DieAtStart,
-        Self::DieAtMemfd,
-        Self::DieAtConfig,
-        Self::DieAtPause,
-        Self::DieAtState,
-        Self::DieAtComplete,
-        Self::MissingOnly,
-        Self::RefuseConfig,
-        Self::RefuseState,
-        Self::RefuseDisk,
-        Self::RefuseLock,
-        Self::ReceiverDiesAtConfig,
-        Self::ReceiverDiesAtState,
-        Self::ReceiverDiesAtFaults,
-        Self::EarlyFault,
-        Self::WrongFault,
-        Self::WrongCommand,
-    ];
-}
+impl double::Config for Config {
+    const ENTRY: &'static str = "cloud_hypervisor_double";
 
-impl Config {
-    pub(super) fn to_text(&self) -> String {
-        let regions: Vec<String> = self.regions.iter().map(u64::to_string).collect();
-        format!(
-            "{}\n{}\n{}\n{:?}\n{}",
-            self.seed,
-            regions.join(","),
-            self.vcpus,
-            self.quirk,
-            self.api.to_str().expect("a path in UTF-8"),
-        )
+    fn needs(&self) -> Option<Features> {
+        Some(Features::MISSING_SHMEM | Features::MINOR_SHMEM)
     }
 
-    pub(super) fn from_text(text: &str) -> Option<Self> {
-        let mut lines = text.splitn(5, '\n');
-        let seed = lines.next()?.parse().ok()?;
-        let sizes = lines.next()?.split(',').filter(|size| !size.is_empty());
-        let sizes = sizes.map(|size| size.parse().ok());
-        let regions = sizes.collect::<Option<_>>()?;
-        let vcpus = lines.next()?.parse().ok()?;
-        let name = lines.next()?;
-        let quirk = Quirk::ALL
-            .into_iter()
-            .find(|quirk| format!("{quirk:?}") == name)?;
-        Some(Self {
-            api: lines.next()?.into(),
-            seed,
-            regions,
-            vcpus,
-            quirk,
-        })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_text_of_a_configuration_is_read_back() {
-        for (quirk, regions) in Quirk::ALL
-            .into_iter()
-            .zip([vec![], vec![4096, 2 << 20]].iter().cycle())
-        {
-            let config = Config {
-                api: "/tmp/an api".into(),
-                seed: 7,
-                regions: regions.clone(),
-                vcpus: 3,
-                quirk,
-            };
-            assert_eq!(Config::from_text(&config.to_text()), Some(config));
-        }
-        assert_eq!(Config::from_text("1\n2\n3\nNothing\n/"), None);
+    fn api(&self) -> Option<PathBuf> {
+        Some(self.api.clone())
     }
 }

@@ -24,15 +24,13 @@
 //!
 //! **Neighbours.** It uses `userfault`. The tests of `bridge` move VMs between two of it.
 
-mod child;
 mod config;
-mod double;
-mod guest;
 mod receive;
 mod send;
 mod snapshot;
+mod vmm;
 mod wire;
 
-pub use child::entry;
+pub use crate::double::{Double, Status};
 pub use config::{Config, Quirk};
-pub use double::{Double, Status};
+pub use vmm::entry;

@@ -1,46 +1,48 @@
 //! The double as the receiver of a VM, with post-copy.
-#![expect(unsafe_code, reason = "registers guest memory with userfaultfd")]
 
-use super::child::Vmm;
 use super::config::Quirk;
-use super::guest::{Guest, PAGE, Region};
+use super::vmm::Vmm;
 use super::wire::{
     COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY_FD, PAGE_FAULT, START, STATE, expect_ok, header,
     read_header, read_memory_fd, read_payload, respond,
 };
+use crate::double::contents::PAGE_BYTES as PAGE;
+use crate::double::guest::{Guest, Plan};
+use crate::double::memory::{Kind, Memory, Ram};
+use crate::double::process::Vmm as _;
+use crate::double::{Done, lock};
 use pageferry_userfault::uffd::{
     Event, EventReader, Features, RegisterMode, Userfaultfd, Wait, Wake,
 };
+use serde::Deserialize as _;
 use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// The wait for the connection for page faults.
 const FAULT_LIMIT: Duration = Duration::from_secs(10);
 
 /// Receives a VM at a socket, until it has it.
-pub(super) fn receive(vmm: &Arc<Vmm>, path: &str, postcopy: bool) -> Result<(), String> {
-    let io = |why: std::io::Error| why.to_string();
-    let listener = UnixListener::bind(path).map_err(io)?;
-    let (stream, _) = listener.accept().map_err(io)?;
+pub(super) fn receive(vmm: &Arc<Vmm>, path: &str, postcopy: bool) -> Done {
+    let listener = UnixListener::bind(path)?;
+    let (stream, _) = listener.accept()?;
     let stream = &stream;
-    let (mut fds, mut regions): (Vec<(u32, OwnedFd)>, Vec<Region>) = (Vec::new(), Vec::new());
+    let (mut fds, mut regions): (Vec<(u32, OwnedFd)>, Vec<Ram>) = (Vec::new(), Vec::new());
     let mut started = false;
     loop {
-        let (command, length) = read_header(stream).map_err(io)?;
-        let step = match command {
+        let (command, length) = read_header(stream)?;
+        let step: Done = match command {
             START => {
                 started = true;
                 Ok(())
             }
             MEMORY_FD if started => read_memory_fd(stream)
                 .map(|fd| fds.push(fd))
-                .map_err(|why| why.to_string()),
+                .map_err(Into::into),
             CONFIG if started => {
-                let config = read_payload(stream, length).map_err(io)?;
+                let config = read_payload(stream, length)?;
                 match vmm.config.quirk {
                     Quirk::RefuseConfig => Err("Config is refused".into()),
                     Quirk::ReceiverDiesAtConfig => std::process::exit(9),
@@ -48,7 +50,7 @@ pub(super) fn receive(vmm: &Arc<Vmm>, path: &str, postcopy: bool) -> Result<(), 
                 }
             }
             STATE if !regions.is_empty() => {
-                let state = read_payload(stream, length).map_err(io)?;
+                let state = read_payload(stream, length)?;
                 let regions = std::mem::take(&mut regions);
                 load(vmm, postcopy.then_some(&listener), &state, regions)
             }
@@ -56,22 +58,21 @@ pub(super) fn receive(vmm: &Arc<Vmm>, path: &str, postcopy: bool) -> Result<(), 
                 let guest = vmm.guest().ok_or("no State came")?;
                 if command == COMPLETE {
                     vmm.note_time();
-                    guest.resume();
+                    guest.run();
                 }
-                respond(stream, true).map_err(io)?;
+                respond(stream, true)?;
                 return Ok(());
             }
-            other => Err(format!("command {other} is not expected")),
+            other => Err(format!("command {other} is not expected").into()),
         };
-        respond(stream, step.is_ok()).map_err(io)?;
+        respond(stream, step.is_ok())?;
         step?;
     }
 }
 
 /// Maps the memfds by the table of Config.
-fn map(config: &[u8], fds: &mut Vec<(u32, OwnedFd)>) -> Result<Vec<Region>, String> {
-    let config: serde_json::Value =
-        serde_json::from_slice(config).map_err(|why| why.to_string())?;
+fn map(config: &[u8], fds: &mut Vec<(u32, OwnedFd)>) -> Done<Vec<Ram>> {
+    let config: serde_json::Value = serde_json::from_slice(config)?;
     // The real one needs all three.
     if !config["vm_config"]["cpus"].is_object() || !config["common_cpuid"].is_array() {
         return Err("Config lacks vm_config or common_cpuid".into());
@@ -84,40 +85,38 @@ fn map(config: &[u8], fds: &mut Vec<(u32, OwnedFd)>) -> Result<Vec<Region>, Stri
         let at = fds.iter().position(|(other, _)| *other == slot);
         let (_, fd) = fds.swap_remove(at.ok_or(format!("no memfd of slot {slot}"))?);
         let (gpa, size) = (number("gpa")?, number("size")?);
-        Region::map(slot, gpa, size, number("file_offset")?, fd).map_err(|why| why.to_string())
+        let offset = number("file_offset")?;
+        Ok(Ram {
+            slot,
+            gpa,
+            size,
+            offset,
+            fd,
+        })
     };
     mappings.iter().map(map).collect()
 }
 
 /// Loads State, in the steps of the real one: the connection for page faults (at `listener`, in
 /// post-copy), its vCPUs, for which KVM reads the page of a clock, its devices, and its locks.
-fn load(
-    vmm: &Arc<Vmm>,
-    listener: Option<&UnixListener>,
-    state: &[u8],
-    regions: Vec<Region>,
-) -> Result<(), String> {
+fn load(vmm: &Arc<Vmm>, listener: Option<&UnixListener>, state: &[u8], rams: Vec<Ram>) -> Done {
     match vmm.config.quirk {
         Quirk::ReceiverDiesAtState => std::process::exit(9),
         Quirk::RefuseState => return Err("State is refused".into()),
         _ => {}
     }
     let faults = listener.map(fault_connection).transpose()?;
-    let state: serde_json::Value = serde_json::from_slice(state).map_err(|why| why.to_string())?;
-    let seed = state["seed"].as_u64().ok_or("no seed")?;
-    let vcpus = state["vcpus"].as_u64().ok_or("no vcpus")? as usize;
-    let versions = state["versions"].as_array().ok_or("no versions")?;
-    let versions = versions
-        .iter()
-        .map(|version| version.as_u64().unwrap_or_default() as u32)
-        .collect();
-    let guest = Guest::new(regions, seed, versions, vcpus);
-    vmm.set_guest(Some(Arc::clone(&guest)));
+    let state: serde_json::Value = serde_json::from_slice(state)?;
+    let plan = Plan::deserialize(&state["double"])?;
+    let sizes: Vec<u64> = rams.iter().map(|ram| ram.size).collect();
+    let memory = Memory::map(&sizes, Kind::Shared(rams))?;
+    let guest = Guest::start(memory, plan);
+    *lock(&vmm.guest) = Some(Arc::clone(&guest));
     if let Some(faults) = faults {
         start_serving(vmm, &guest, faults)?;
     }
-    guest.touch(0);
-    let refused = |why: &str| Err(format!(r#"["Error restoring VM","{why}"]"#));
+    guest.read(0);
+    let refused = |why: &str| Err(format!(r#"["Error restoring VM","{why}"]"#).into());
     match vmm.config.quirk {
         Quirk::RefuseDisk => refused("Error opening disk: No such file or directory"),
         Quirk::RefuseLock => refused("Failed to acquire an advisory lock of a disk"),
@@ -126,19 +125,14 @@ fn load(
 }
 
 /// Registers guest memory, and starts the thread that asks for its pages.
-fn start_serving(vmm: &Arc<Vmm>, guest: &Arc<Guest>, faults: UnixStream) -> Result<(), String> {
+fn start_serving(vmm: &Arc<Vmm>, guest: &Arc<Guest>, faults: UnixStream) -> Done {
     let features = Features::MISSING_SHMEM | Features::MINOR_SHMEM;
-    let uffd = Userfaultfd::open(features).map_err(|why| why.to_string())?;
-    for region in &guest.regions {
-        let mode = match vmm.config.quirk {
-            Quirk::MissingOnly => RegisterMode::MISSING,
-            _ => RegisterMode::MISSING | RegisterMode::MINOR,
-        };
-        // SAFETY: words alone access the mapping, which is never unmapped. The thread that resolves
-        // its faults touches none of it, and needs no lock that a vCPU holds.
-        let registered = unsafe { uffd.register(region.base(), region.size, mode) };
-        registered.map_err(|why| why.to_string())?;
-    }
+    let uffd = Userfaultfd::open(features)?;
+    let mode = match vmm.config.quirk {
+        Quirk::MissingOnly => RegisterMode::MISSING,
+        _ => RegisterMode::MISSING | RegisterMode::MINOR,
+    };
+    guest.memory.register(&uffd, mode)?;
     let (serving, vmm) = (Arc::clone(guest), Arc::clone(vmm));
     let began = Instant::now();
     std::thread::spawn(move || {
@@ -147,16 +141,13 @@ fn start_serving(vmm: &Arc<Vmm>, guest: &Arc<Guest>, faults: UnixStream) -> Resu
             // The real one ends its VM, and itself.
             std::process::exit(3);
         }
-        let took = began.elapsed().as_nanos() as u64;
-        vmm.served_ns.store(took, Ordering::SeqCst);
-        vmm.has_all.store(true, Ordering::SeqCst);
+        lock(&vmm.own).served = Some(began.elapsed());
     });
     Ok(())
 }
 
-fn fault_connection(listener: &UnixListener) -> Result<UnixStream, String> {
-    let io = |why: std::io::Error| why.to_string();
-    listener.set_nonblocking(true).map_err(io)?;
+fn fault_connection(listener: &UnixListener) -> Done<UnixStream> {
+    listener.set_nonblocking(true)?;
     let began = Instant::now();
     let mut stream = loop {
         match listener.accept() {
@@ -164,48 +155,47 @@ fn fault_connection(listener: &UnixListener) -> Result<UnixStream, String> {
             Err(_) if began.elapsed() < FAULT_LIMIT => {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            Err(why) => return Err(format!("no connection for page faults: {why}")),
+            Err(why) => return Err(format!("no connection for page faults: {why}").into()),
         }
     };
-    stream.set_nonblocking(false).map_err(io)?;
+    stream.set_nonblocking(false)?;
     let mut role = [0; 2];
-    stream.read_exact(&mut role).map_err(io)?;
+    stream.read_exact(&mut role)?;
     match u16::from_le_bytes(role) {
         2 => Ok(stream),
-        other => Err(format!("a connection of kind {other}")),
+        other => Err(format!("a connection of kind {other}").into()),
     }
 }
 
 /// Asks for one page at a time: those of faults first, and then all in order.
-fn serve(
-    vmm: &Vmm,
-    guest: &Guest,
-    uffd: &Userfaultfd,
-    mut faults: &UnixStream,
-) -> Result<(), String> {
+fn serve(vmm: &Vmm, guest: &Guest, uffd: &Userfaultfd, mut faults: &UnixStream) -> Done {
     let mut events = EventReader::new(16);
-    let mut asked = vec![false; guest.pages() as usize];
+    let mut asked = vec![false; guest.memory.pages() as usize];
     let (mut next, mut count) = (0, 0);
     loop {
-        let page = match events.try_next(uffd).map_err(|why| why.to_string())? {
-            Some(Event::PageFault(fault)) => {
-                vmm.faults.fetch_add(1, Ordering::SeqCst);
-                guest
-                    .page_at(fault.address)
-                    .ok_or("a fault outside the guest")?
-            }
-            Some(other) => return Err(format!("the event {other:?}")),
-            None => match asked[next..].iter().position(|asked| !asked) {
-                Some(more) => {
-                    next += more;
-                    next as u64
-                }
-                None => break,
-            },
+        let more = asked[next..].iter().position(|asked| !asked);
+        // Late faults are on pages that are here.
+        let limit = Duration::from_millis(if more.is_some() { 0 } else { 20 });
+        let wait = Wait {
+            limit: Some(limit),
+            ..Wait::default()
         };
-        let (gpa, hva) = guest.place(page);
+        let page = match (events.next(uffd, wait)?, more) {
+            (Some(Event::PageFault(fault)), _) => {
+                lock(&vmm.own).faults += 1;
+                let page = guest.memory.page_at(fault.address);
+                page.ok_or("a fault outside the guest")?
+            }
+            (Some(other), _) => return Err(format!("the event {other:?}").into()),
+            (None, Some(more)) => {
+                next += more;
+                next as u64
+            }
+            (None, None) => return Ok(()),
+        };
+        let (gpa, hva) = guest.memory.place(page);
         if asked[page as usize] {
-            uffd.wake(hva, PAGE).map_err(|why| why.to_string())?;
+            uffd.wake(hva, PAGE)?;
             continue;
         }
         let runs = guest.is_running();
@@ -224,34 +214,19 @@ fn serve(
             message.extend_from_slice(&gpa.to_le_bytes());
             message.extend_from_slice(&PAGE.to_le_bytes());
         }
-        faults.write_all(&message).map_err(|why| why.to_string())?;
+        faults.write_all(&message)?;
         expect_ok(faults, "PageFault")?;
         asked[page as usize] = true;
         count += 1;
         match uffd.continue_range(hva, PAGE, Wake::Now) {
             Err(why) if why.is_already_there() => {
-                uffd.wake(hva, PAGE).map_err(|why| why.to_string())?;
+                uffd.wake(hva, PAGE)?;
             }
-            done => done.map_err(|why| why.to_string())?,
+            done => done?,
         }
-        match vmm.pause_us.load(Ordering::SeqCst) {
-            0 => {}
-            pause => std::thread::sleep(Duration::from_micros(pause)),
-        }
-    }
-    // Late faults are on pages that are here.
-    let wait = Wait {
-        limit: Some(Duration::from_millis(20)),
-        ..Wait::default()
-    };
-    while let Some(event) = events.next(uffd, wait).map_err(|why| why.to_string())? {
-        if let Event::PageFault(fault) = event {
-            let page = guest
-                .page_at(fault.address)
-                .ok_or("a fault outside the guest")?;
-            let woken = uffd.wake(guest.place(page).1, PAGE);
-            woken.map_err(|why| why.to_string())?;
+        let pause = *lock(&vmm.pause);
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
         }
     }
-    Ok(())
 }

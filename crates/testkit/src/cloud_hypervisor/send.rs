@@ -1,13 +1,14 @@
 //! The double as the sender of its VM.
 
-use super::child::Vmm;
 use super::config::Quirk;
-use super::guest::Guest;
 use super::snapshot;
+use super::vmm::{Vmm, pause};
 use super::wire::{
     ABANDON, COMPLETE, COMPLETE_PAUSED, CONFIG, MEMORY, START, STATE, expect_ok, header, request,
     send_memory_fd,
 };
+use crate::double::Done;
+use crate::double::guest::Guest;
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde_json::json;
 use std::io::Write as _;
@@ -16,11 +17,11 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 /// Sends the VM to a socket. On an error, a VM that ran runs on.
-pub(super) fn send(vmm: &Vmm, guest: &Guest, path: &str) -> Result<(), String> {
+pub(super) fn send(vmm: &Vmm, guest: &Guest, path: &str) -> Done {
     let was_running = guest.is_running();
     let sent = try_send(vmm, guest, path, was_running);
     if sent.is_err() && was_running {
-        guest.resume();
+        guest.run();
     }
     sent
 }
@@ -31,14 +32,13 @@ fn die(quirk: Quirk, now: Quirk) {
     }
 }
 
-fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Result<(), String> {
+fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Done {
     let quirk = vmm.config.quirk;
-    let io = |why: std::io::Error| why.to_string();
-    let stream = &UnixStream::connect(path).map_err(io)?;
+    let stream = &UnixStream::connect(path)?;
     let mut raw = stream;
     match quirk {
         Quirk::Version => {
-            raw.write_all(&header(START, 7, 0)).map_err(io)?;
+            raw.write_all(&header(START, 7, 0))?;
             expect_ok(stream, "Start of version 7")?;
         }
         Quirk::ConfigFirst => {}
@@ -57,8 +57,8 @@ fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Result<(
         Quirk::LongConfig => 1 << 40,
         _ => config.len() as u64,
     };
-    raw.write_all(&header(CONFIG, 0, length)).map_err(io)?;
-    raw.write_all(&config).map_err(io)?;
+    raw.write_all(&header(CONFIG, 0, length))?;
+    raw.write_all(&config)?;
     match quirk {
         Quirk::DieAtConfig => {
             std::thread::sleep(Duration::from_millis(200));
@@ -66,25 +66,24 @@ fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Result<(
         }
         Quirk::Abandon => {
             std::thread::sleep(Duration::from_millis(200));
-            raw.write_all(&header(ABANDON, 0, 0)).map_err(io)?;
+            raw.write_all(&header(ABANDON, 0, 0))?;
             return Err("gave up".into());
         }
         _ => expect_ok(stream, "Config")?,
     }
     die(quirk, Quirk::DieAtPause);
-    guest.pause();
+    pause(guest);
     vmm.note_time();
     let state = snapshot::state(guest).to_string().into_bytes();
     match quirk {
         Quirk::NoState => request(stream, COMPLETE, &[], "Complete before State")?,
         Quirk::LongState => {
-            raw.write_all(&header(STATE, 0, 1 << 40)).map_err(io)?;
+            raw.write_all(&header(STATE, 0, 1 << 40))?;
             expect_ok(stream, "a long State")?;
         }
         _ => {
-            let length = state.len() as u64;
-            raw.write_all(&header(STATE, 0, length)).map_err(io)?;
-            raw.write_all(&state).map_err(io)?;
+            raw.write_all(&header(STATE, 0, state.len() as u64))?;
+            raw.write_all(&state)?;
             die(quirk, Quirk::DieAtState);
             expect_ok(stream, "State")?;
         }
@@ -94,7 +93,7 @@ fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Result<(
     } else {
         COMPLETE_PAUSED
     };
-    raw.write_all(&header(command, 0, 0)).map_err(io)?;
+    raw.write_all(&header(command, 0, 0))?;
     die(quirk, Quirk::DieAtComplete);
     expect_ok(stream, "Complete")
 }
@@ -105,13 +104,13 @@ fn memfd(bytes: u64) -> OwnedFd {
     fd
 }
 
-fn send_memfds(quirk: Quirk, guest: &Guest, stream: &UnixStream) -> Result<(), String> {
-    let last = guest.regions.len() - 1;
+fn send_memfds(quirk: Quirk, guest: &Guest, stream: &UnixStream) -> Done {
+    let last = guest.memory.rams().len() - 1;
     let one = |slot: u32, fd: Option<&OwnedFd>| {
-        send_memory_fd(stream, slot, fd).map_err(|why| why.to_string())?;
+        send_memory_fd(stream, slot, fd)?;
         expect_ok(stream, "MemoryFd")
     };
-    for (index, region) in guest.regions.iter().enumerate() {
+    for (index, region) in guest.memory.rams().iter().enumerate() {
         let other = match quirk {
             Quirk::ShortMemfd if index == last => Some(memfd(4096)),
             Quirk::NoMemfd if index == last => {
@@ -144,7 +143,7 @@ fn config(quirk: Quirk, guest: &Guest) -> Vec<u8> {
     match quirk {
         Quirk::NoJson => return b"no JSON".to_vec(),
         Quirk::ExtraMapping => mappings.push(snapshot::mapping(77, 1 << 40, 1 << 20, 0)),
-        Quirk::Overlap => mappings.push(snapshot::mapping(77, guest.regions[0].gpa, 4096, 0)),
+        Quirk::Overlap => mappings.push(snapshot::mapping(77, guest.memory.rams()[0].gpa, 4096, 0)),
         _ => {}
     }
     let config = json!({

@@ -1,13 +1,12 @@
 //! The double's snapshots, and the JSON that they have in common with its migrations. Fields that
 //! nobody here knows are among it.
 
-use super::guest::Guest;
+use crate::double::guest::Guest;
 use rustix::fs::SeekFrom;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
-use std::sync::atomic::Ordering;
 
 /// A mapping of guest RAM.
 pub(super) fn mapping(slot: u32, gpa: u64, size: u64, offset: u64) -> Value {
@@ -19,7 +18,7 @@ pub(super) fn mapping(slot: u32, gpa: u64, size: u64, offset: u64) -> Value {
 
 /// All mappings.
 pub(super) fn mappings(guest: &Guest) -> Vec<Value> {
-    let regions = guest.regions.iter();
+    let regions = guest.memory.rams().iter();
     regions
         .map(|r| mapping(r.slot, r.gpa, r.size, r.offset))
         .collect()
@@ -50,7 +49,7 @@ pub(super) fn memory_manager(mappings: &[Value], ranges: &[Value]) -> Value {
 
 /// The ranges of guest memory in a snapshot. The real order is that of a hash table.
 fn ranges(guest: &Guest) -> Vec<Value> {
-    let regions = guest.regions.iter().rev();
+    let regions = guest.memory.rams().iter().rev();
     regions
         .map(|r| json!({ "gpa": r.gpa, "length": r.size }))
         .collect()
@@ -58,11 +57,6 @@ fn ranges(guest: &Guest) -> Vec<Value> {
 
 /// State: the tree of states, and besides what the double needs.
 pub(super) fn state(guest: &Guest) -> Value {
-    let versions: Vec<u32> = guest
-        .versions
-        .iter()
-        .map(|version| version.load(Ordering::SeqCst))
-        .collect();
     let node =
         |state: &Value| json!({ "snapshots": {}, "snapshot_data": { "state": state.to_string() } });
     let vm = json!({ "clock": { "clock": 1 }, "common_cpuid": cpuid() });
@@ -72,7 +66,7 @@ pub(super) fn state(guest: &Guest) -> Value {
             "memory-manager": node(&memory_manager(&mappings(guest), &ranges(guest))),
         },
         "snapshot_data": { "state": vm.to_string() },
-        "seed": guest.seed, "vcpus": guest.vcpus(), "versions": versions,
+        "double": guest.plan(),
     })
 }
 
@@ -84,9 +78,9 @@ pub(super) fn write(guest: &Guest, directory: &Path) -> std::io::Result<()> {
     std::fs::write(directory.join("config.json"), vm_config(guest).to_string())?;
     std::fs::write(directory.join("state.json"), state(guest).to_string())?;
     let memory = File::create_new(directory.join("memory-ranges"))?;
-    memory.set_len(guest.regions.iter().map(|region| region.size).sum())?;
+    memory.set_len(guest.memory.rams().iter().map(|region| region.size).sum())?;
     let mut cursor = 0;
-    for region in guest.regions.iter().rev() {
+    for region in guest.memory.rams().iter().rev() {
         let end = region.offset + region.size;
         let mut at = region.offset;
         while let Ok(start) = rustix::fs::seek(&region.fd, SeekFrom::Data(at)) {

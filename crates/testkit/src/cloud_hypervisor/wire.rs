@@ -1,5 +1,6 @@
 //! The double's own messages, written from the facts of the protocol.
 
+use crate::double::Done;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
@@ -48,26 +49,18 @@ pub(super) fn respond(mut stream: &UnixStream, ok: bool) -> io::Result<()> {
 }
 
 /// Waits for a response. The error says what was refused.
-pub(super) fn expect_ok(stream: &UnixStream, what: &str) -> Result<(), String> {
+pub(super) fn expect_ok(stream: &UnixStream, what: &str) -> Done {
     match read_header(stream).map_err(|why| format!("{what}: {why}"))? {
         (1, 0) => Ok(()),
-        (status, _) => Err(format!("{what}: status {status}")),
+        (status, _) => Err(format!("{what}: status {status}").into()),
     }
 }
 
 /// Sends a request, and waits for its response.
-pub(super) fn request(
-    mut stream: &UnixStream,
-    command: u16,
-    payload: &[u8],
-    what: &str,
-) -> Result<(), String> {
-    let header = header(command, 0, payload.len() as u64);
-    let sent = stream
-        .write_all(&header)
-        .and_then(|()| stream.write_all(payload));
-    sent.map_err(|why| format!("{what}: {why}"))?;
-    expect_ok(stream, what)
+pub(super) fn request(mut raw: &UnixStream, command: u16, payload: &[u8], what: &str) -> Done {
+    raw.write_all(&header(command, 0, payload.len() as u64))?;
+    raw.write_all(payload)?;
+    expect_ok(raw, what)
 }
 
 /// Sends the request MemoryFd, without waiting.

@@ -3,8 +3,9 @@
 //! **Guarantee.** [`handshake_text`] has the bytes that Firecracker sends for the same regions.
 //! [`send_handshake`] sends any bytes with any descriptors, as one message.
 
-use super::memory::Region;
+use crate::double::memory::Region;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
@@ -16,7 +17,7 @@ use std::path::Path;
 const MOST_DESCRIPTORS: usize = 8;
 
 /// The fields that a handshake has in each region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Fields {
     /// Those of releases after 1.11: `page_size` and `page_size_kib`, both in bytes.
     Both,

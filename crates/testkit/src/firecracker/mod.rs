@@ -31,6 +31,7 @@
 //!     backend: Backend::Uffd,
 //!     vcpus: 4,
 //!     balloon_us: Some(200),
+//!     ..Config::default()
 //! };
 //! let Some(mut double) = Double::start(&config) else {
 //!     return; // userfaultfd is not usable here
@@ -45,27 +46,19 @@
 //! assert!(double.quit().success());
 //! ```
 //!
-//! [`VmmDouble`] is more of Firecracker: a process with its API, which pauses its VM, saves it to a
-//! full snapshot, and loads one.
+//! With [`Config::api`] the process has Firecracker's API: it pauses its VM, saves it to a full
+//! snapshot, and loads one.
 //!
 //! **Neighbours.** It uses `userfault` to open and register. Page servers in tests serve it.
 
-mod child;
 mod config;
-mod contents;
-mod double;
-mod guest;
 mod handshake;
-mod memory;
 mod vmm;
-mod vmm_double;
 
-pub use child::entry;
-pub use config::{Backend, Config};
-pub use contents::{Contents, PAGE_BYTES, page_contents, write_memory_file};
-pub use double::{Double, Status, Task};
-pub use guest::Wrong;
+pub use crate::double::contents::{Contents, PAGE_BYTES, page_contents, write_memory_file};
+pub use crate::double::guest::Wrong;
+pub use crate::double::memory::Region;
+pub use crate::double::{Double, Status, Task};
+pub use config::{Backend, Config, Quirk};
 pub use handshake::{Fields, handshake_text, send_handshake};
-pub use memory::Region;
-pub use vmm::Quirk;
-pub use vmm_double::{VmmConfig, VmmDouble, VmmStatus};
+pub use vmm::entry;

@@ -27,6 +27,7 @@ fn config(backend: Backend) -> Config {
         backend,
         vcpus: 3,
         balloon_us: Some(100),
+        ..Config::default()
     }
 }
 

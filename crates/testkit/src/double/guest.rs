@@ -10,13 +10,15 @@
 
 use super::contents::{Contents, Words, bytes, in_file, written};
 use super::memory::Memory;
+use super::{Done, Status, Task, lock};
 use crate::Random;
-use std::sync::Mutex;
+use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// A page had the wrong contents.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wrong {
     /// The index of the page in the memory file.
     pub page: u64,
@@ -60,7 +62,7 @@ impl State {
 
 /// The way in which a page is written.
 #[derive(Clone, Copy)]
-pub(super) enum Writer {
+enum Writer {
     /// The thread stores a word first.
     Stores,
     /// The kernel stores the first half.
@@ -68,74 +70,179 @@ pub(super) enum Writer {
 }
 
 /// A pipe of one thread. Each page that enters it is taken out again.
-pub(super) struct Pipe(std::io::PipeReader, std::io::PipeWriter);
+struct Pipe(std::io::PipeReader, std::io::PipeWriter);
 
 impl Pipe {
-    pub(super) fn new() -> Self {
+    fn new() -> Self {
         let (reader, writer) = std::io::pipe().expect("a pipe");
         Self(reader, writer)
     }
 }
 
+/// The properties of a guest. State files and messages between doubles have them as JSON.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Plan {
+    pub(crate) seed: u64,
+    /// The sizes of the regions in bytes.
+    pub(crate) regions: Vec<u64>,
+    pub(crate) vcpus: usize,
+    /// The time between two removals.
+    pub(crate) balloon_us: Option<u64>,
+    /// What each page contains. Further pages have the memory file's contents.
+    pub(crate) states: Vec<u64>,
+}
+
+impl Plan {
+    /// The state of a page of zeros.
+    pub(crate) const ZEROS: u64 = State::ZEROS;
+}
+
 /// The memory of a double, and what its threads have done.
-pub(super) struct Guest {
-    pub(super) memory: Memory,
-    seed: u64,
+pub(crate) struct Guest {
+    pub(crate) memory: Memory,
+    plan: Plan,
     states: Vec<AtomicU64>,
     /// Whether vCPUs and the balloon go on.
-    pub(super) running: AtomicBool,
+    running: AtomicBool,
     /// The number of vCPUs and balloons that are at work right now.
-    pub(super) active: AtomicU32,
+    active: AtomicU32,
+    /// The number of threads of tasks that have not ended.
+    tasks: AtomicU32,
     /// The accesses of each vCPU.
-    pub(super) touches: Vec<AtomicU64>,
-    pub(super) removals: AtomicU64,
-    pub(super) wrong: AtomicU64,
-    pub(super) remembered: Mutex<Vec<Wrong>>,
-    /// The time between two removals, for a VM that is saved.
-    pub(super) balloon_us: Mutex<Option<u64>>,
+    touches: Vec<AtomicU64>,
+    removals: AtomicU64,
+    pub(crate) wrong: AtomicU64,
+    remembered: Mutex<Vec<Wrong>>,
 }
 
 impl Guest {
-    pub(super) fn new(memory: Memory, seed: u64, vcpus: usize) -> Self {
-        Self {
-            states: (0..memory.pages()).map(|_| AtomicU64::new(0)).collect(),
+    /// A guest whose threads wait.
+    pub(crate) fn start(memory: Memory, mut plan: Plan) -> Arc<Self> {
+        let mut states = std::mem::take(&mut plan.states);
+        states.resize(memory.pages() as usize, 0);
+        let guest = Arc::new(Self {
+            states: states.into_iter().map(AtomicU64::new).collect(),
             memory,
-            seed,
             running: AtomicBool::new(false),
             active: AtomicU32::new(0),
-            touches: (0..vcpus).map(|_| AtomicU64::new(0)).collect(),
+            tasks: AtomicU32::new(0),
+            touches: (0..plan.vcpus).map(|_| AtomicU64::new(0)).collect(),
             removals: AtomicU64::new(0),
             wrong: AtomicU64::new(0),
-            remembered: Mutex::new(Vec::new()),
-            balloon_us: Mutex::default(),
+            remembered: Mutex::default(),
+            plan,
+        });
+        for number in 0..guest.plan.vcpus {
+            let guest = Arc::clone(&guest);
+            std::thread::spawn(move || guest.vcpu(number));
+        }
+        if let Some(us) = guest.plan.balloon_us {
+            let guest = Arc::clone(&guest);
+            std::thread::spawn(move || guest.balloon(Duration::from_micros(us)));
+        }
+        guest
+    }
+
+    /// The plan of this guest as it is now, if it is paused.
+    pub(crate) fn plan(&self) -> Plan {
+        let states = self.states.iter();
+        Plan {
+            states: states.map(|state| state.load(Ordering::SeqCst)).collect(),
+            ..self.plan.clone()
         }
     }
 
-    pub(super) fn seed(&self) -> u64 {
-        self.seed
-    }
-
-    /// Writes the memory file's contents to all pages.
-    pub(super) fn fill(&self) {
+    /// Writes all pages, but for zeros.
+    pub(crate) fn fill(&self) {
         for page in 0..self.memory.pages() {
-            let words = in_file(self.seed, page);
-            for (word, value) in self.memory.words(page).iter().zip(words) {
-                word.store(value, Ordering::Relaxed);
+            let words = self.expected(page, State(self.state(page).load(Ordering::SeqCst)));
+            if words != [0; 512] {
+                for (word, value) in self.memory.words(page).iter().zip(words) {
+                    word.store(value, Ordering::Relaxed);
+                }
             }
         }
     }
 
-    /// What each page contains, of a VM that is paused.
-    pub(super) fn page_states(&self) -> Vec<u64> {
-        let states = self.states.iter();
-        states.map(|state| state.load(Ordering::SeqCst)).collect()
+    pub(crate) fn vcpus(&self) -> usize {
+        self.touches.len()
     }
 
-    /// Takes over what each page contains. Nothing runs yet.
-    pub(super) fn set_page_states(&self, states: &[u64]) {
-        for (state, value) in self.states.iter().zip(states) {
-            state.store(*value, Ordering::SeqCst);
+    pub(crate) fn is_running(&self) -> bool {
+        self.running.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn run(&self) {
+        self.running.store(true, Ordering::SeqCst);
+    }
+
+    /// Stops all threads, which may be within their last access for a while.
+    pub(crate) fn stop(&self) {
+        self.running.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether no thread is within an access. If the guest is stopped, none will be.
+    pub(crate) fn is_still(&self) -> bool {
+        self.active.load(Ordering::SeqCst) == 0
+    }
+
+    /// Its part of a status.
+    pub(crate) fn status(&self) -> Status {
+        let touches = self.touches.iter();
+        Status {
+            active: self.active.load(Ordering::SeqCst),
+            tasks: self.tasks.load(Ordering::SeqCst),
+            removals: self.removals.load(Ordering::Relaxed),
+            wrong: self.wrong.load(Ordering::SeqCst),
+            touches: touches.map(|each| each.load(Ordering::Relaxed)).collect(),
+            first_wrong: lock(&self.remembered).clone(),
+            ..Status::default()
         }
+    }
+
+    /// Begins a task, on a thread of its own or on one for each vCPU.
+    pub(crate) fn begin(self: &Arc<Self>, task: Task) -> Done {
+        let pages = self.memory.pages();
+        match task {
+            Task::VerifyAll => {
+                let threads = self.vcpus().max(1);
+                for number in 0..threads {
+                    self.spawn(move |guest| {
+                        let pages = (number as u64..pages).step_by(threads);
+                        pages.for_each(|page| guest.read(page));
+                    });
+                }
+            }
+            Task::Read(page) if page < pages => self.spawn(move |guest| guest.read(page)),
+            Task::Write(page) if page < pages => self.spawn(move |guest| {
+                guest.write_locked(page, guest.lock(page), Writer::Stores, &Pipe::new());
+            }),
+            Task::Remove {
+                first,
+                pages: count,
+            } if first < pages => {
+                let end = first.saturating_add(count);
+                let unit = self.memory.unit();
+                if end > self.memory.run_end(first, count) || end == first {
+                    return Err("the pages do not lie in one region".into());
+                }
+                if first % unit != 0 || end % unit != 0 {
+                    return Err("the pages are no whole huge pages".into());
+                }
+                self.spawn(move |guest| guest.remove(first, end));
+            }
+            _ => return Err(format!("{task:?} is outside the guest").into()),
+        }
+        Ok(())
+    }
+
+    fn spawn(self: &Arc<Self>, work: impl FnOnce(&Self) + Send + 'static) {
+        let guest = Arc::clone(self);
+        guest.tasks.fetch_add(1, Ordering::SeqCst);
+        std::thread::spawn(move || {
+            work(&guest);
+            guest.tasks.fetch_sub(1, Ordering::SeqCst);
+        });
     }
 
     fn state(&self, page: u64) -> &AtomicU64 {
@@ -146,8 +253,8 @@ impl Guest {
     fn expected(&self, page: u64, state: State) -> Words {
         match state.version() {
             _ if state.0 & State::ZEROS != 0 => [0; 512],
-            0 => in_file(self.seed, page),
-            version => written(self.seed, page, version),
+            0 => in_file(self.plan.seed, page),
+            version => written(self.plan.seed, page, version),
         }
     }
 
@@ -156,12 +263,12 @@ impl Guest {
             return;
         }
         self.wrong.fetch_add(1, Ordering::Relaxed);
-        let mut remembered = self.remembered.lock().expect("no thread panics here");
+        let mut remembered = lock(&self.remembered);
         if remembered.len() < MOST_REMEMBERED {
             remembered.push(Wrong {
                 page,
-                expected: Contents::of(self.seed, page, expected),
-                found: Contents::of(self.seed, page, found),
+                expected: Contents::of(self.plan.seed, page, expected),
+                found: Contents::of(self.plan.seed, page, found),
             });
         }
     }
@@ -179,7 +286,7 @@ impl Guest {
         counts
     }
 
-    pub(super) fn read(&self, page: u64) {
+    pub(crate) fn read(&self, page: u64) {
         while !self.try_read(page) {
             std::thread::sleep(MOMENT);
         }
@@ -237,10 +344,6 @@ impl Guest {
         self.unlock(page, next);
     }
 
-    pub(super) fn write(&self, page: u64, writer: Writer, pipe: &Pipe) {
-        self.write_locked(page, self.lock(page), writer, pipe);
-    }
-
     /// Lets the kernel read the locked page, and checks it.
     fn kernel_read_locked(&self, page: u64, state: State, pipe: &Pipe) {
         assert_eq!(self.memory.send(page, &pipe.1), Ok(4096));
@@ -277,10 +380,10 @@ impl Guest {
     }
 
     /// Removes the pages `first..end`, which lie in one region.
-    pub(super) fn remove(&self, first: u64, end: u64) {
+    fn remove(&self, first: u64, end: u64) {
         // Only one thread at a time locks several pages, so no two wait for each other.
         static TURN: Mutex<()> = Mutex::new(());
-        let turn = TURN.lock().expect("no thread panics here");
+        let turn = lock(&TURN);
         let states: Vec<State> = (first..end).map(|page| self.lock(page)).collect();
         self.memory.remove(first, end).expect("removed");
         for (page, state) in (first..end).zip(states) {
@@ -291,10 +394,10 @@ impl Guest {
     }
 
     /// Waits until the guest runs, does `work`, and so on for ever.
-    fn run(&self, mut work: impl FnMut()) {
+    fn work(&self, mut work: impl FnMut()) {
         loop {
             self.active.fetch_add(1, Ordering::SeqCst);
-            let running = self.running.load(Ordering::SeqCst);
+            let running = self.is_running();
             if running {
                 work();
             }
@@ -306,10 +409,10 @@ impl Guest {
     }
 
     /// The life of a thread that stands for a vCPU.
-    pub(super) fn vcpu(&self, number: usize) {
-        let mut random = Random::new(self.seed ^ (number as u64 + 1) << 32);
+    fn vcpu(&self, number: usize) {
+        let mut random = Random::new(self.plan.seed ^ (number as u64 + 1) << 32);
         let pipe = Pipe::new();
-        self.run(|| {
+        self.work(|| {
             self.touch(&mut random, &pipe);
             let before = self.touches[number].fetch_add(1, Ordering::Relaxed);
             if before % BURST == BURST - 1 {
@@ -319,10 +422,10 @@ impl Guest {
     }
 
     /// The life of the balloon's thread.
-    pub(super) fn balloon(&self, pause: Duration) {
-        let mut random = Random::new(!self.seed);
+    fn balloon(&self, pause: Duration) {
+        let mut random = Random::new(!self.plan.seed);
         let unit = self.memory.unit();
-        self.run(|| {
+        self.work(|| {
             let first = random.below(self.memory.pages() / unit) * unit;
             let end = self.memory.run_end(first, 1 + random.below(MOST_REMOVED));
             self.remove(first, end);
