@@ -256,7 +256,7 @@ fn another_version_is_told_which_one_is_spoken() {
         let expected = (Status::VersionUnsupported, VERSION);
         assert_eq!((reply.status, reply.version), expected);
         destination.wait_for_stranger(&format!(
-            "protocol versions {min_version} to {version}; this side speaks 6 to 6"
+            "protocol versions {min_version} to {version}; this side speaks 7 to 7"
         ));
     }
 }

@@ -62,10 +62,10 @@ fn each_field_of_a_hello_is_checked_and_answered() {
     let unsupported = Some(Status::VersionUnsupported);
     assert_eq!(refused(8, &[0, 0, 0, 0]), (version(0, 0), unsupported));
     assert_eq!(refused(8, &[2, 0, 1, 0]), (version(2, 1), unsupported));
-    assert_eq!(refused(8, &[9, 0, 7, 0]), (version(9, 7), unsupported));
-    assert_eq!(refused(10, &[7, 0]), (version(6, 7), unsupported));
+    assert_eq!(refused(8, &[9, 0, 8, 0]), (version(9, 8), unsupported));
+    assert_eq!(refused(10, &[8, 0]), (version(7, 8), unsupported));
     // The version is checked before the fields that a later one may use.
-    assert_eq!(refused(8, &[7, 0, 7, 0, 9, 1, 1, 1]).1, unsupported);
+    assert_eq!(refused(8, &[8, 0, 8, 0, 9, 1, 1, 1]).1, unsupported);
     let field = |at, bytes: &[u8]| {
         let (error, answer) = refused(at, bytes);
         (bad_field(error), answer)
@@ -149,7 +149,7 @@ fn each_field_of_a_reply_is_checked() {
         let error = HelloReply::decode(&message, &hello).unwrap_err();
         assert_eq!(bad_field(error), "nonce");
     }
-    for version in [0u16, 5, 7] {
+    for version in [0u16, 6, 8] {
         let error = WireError::Version {
             version,
             minimum: version,
@@ -173,7 +173,7 @@ fn the_bytes_of_a_preamble_are_those_of_the_document() {
     };
     let mut hello = Vec::new();
     hello.extend(b"PGFERRY\0");
-    hello.extend([6, 0, 6, 0]); // version, minimum
+    hello.extend([7, 0, 7, 0]); // version, minimum
     hello.extend([2, 0, 7, 0]); // role, reserved, index
     hello.extend([0xab; 16]);
     hello.extend([3, 0, 0, 0, 0, 0, 0, 0]); // capabilities
@@ -184,7 +184,7 @@ fn the_bytes_of_a_preamble_are_those_of_the_document() {
 
     let mut reply = Vec::new();
     reply.extend(b"PGFERRY\0");
-    reply.extend([6, 0, 2, 0, 0, 0, 0, 0]); // version, status, reserved
+    reply.extend([7, 0, 2, 0, 0, 0, 0, 0]); // version, status, reserved
     reply.extend([0xab; 16]);
     reply.extend([0; 8 + 16]); // capabilities, nonce
     reply.extend(xxh3_64(&reply).to_le_bytes());

@@ -65,6 +65,9 @@ pub(super) struct Config {
     pub generations: u32,
     /// No channel of this incarnation is cut.
     pub incarnations: u32,
+    /// Whether another VMM has the VM at the destination: it needs pages to load, and says later that
+    /// it runs.
+    pub foreign: bool,
     /// Whether machines fail and operators cancel or give up.
     pub failures: bool,
     /// The search stops with a failure at more states.
@@ -80,6 +83,7 @@ impl Config {
         pages: 2,
         generations: 2,
         incarnations: 2,
+        foreign: true,
         failures: true,
         most_states: 4_000_000,
         rules: Rules::ALL,

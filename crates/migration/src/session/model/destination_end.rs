@@ -21,6 +21,10 @@ impl World {
         for action in actions {
             self.destination_does(config, action);
         }
+        if self.starting && !config.foreign {
+            self.starting = false;
+            self.at_destination(config, Event::Started);
+        }
         if !config.rules.go && self.destination.stage == Stage::Ready {
             self.destination.stage = Stage::Running;
             self.destination_ran = true;

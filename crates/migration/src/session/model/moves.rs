@@ -277,7 +277,8 @@ impl World {
                 let event = destination::Event::Received(generation, said);
                 self.at_destination(config, event);
             }
-            Message::SwitchOver => self.loading = true,
+            Message::SwitchOver if config.foreign => self.loading = true,
+            Message::SwitchOver => self.at_destination(config, destination::Event::Loaded),
             Message::Page(page) => self.place(key, page),
             Message::ToSource(..) | Message::Request(_) | Message::Receipt(_) => {
                 self.breaks("a message for the source came to the destination");
