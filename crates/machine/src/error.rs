@@ -124,7 +124,8 @@ impl MachineError {
         Self::Engine(source.into())
     }
 
-    /// Wraps the reason why another VMM does not take the VM. The peer of a migration hears a refusal.
+    /// Wraps the reason why another VMM does not take the VM. The peer of a migration hears a
+    /// refusal.
     pub fn refused(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Refused(source.into())
     }

@@ -49,8 +49,8 @@ pub trait Vcpus: Send + Sync {
     /// A migration calls this in the blackout, before the VM is handed over. So every error leaves
     /// the VM at its source. The call may touch missing pages, which the source sends then: each
     /// costs a round trip, and the thread that calls must not be the one that serves the faults. A
-    /// system call that touches memory for the guest, such as `KVM_SET_MSRS` with the guest's clock,
-    /// waits for the first run of the vCPU, unless another VMM makes it.
+    /// system call that touches memory for the guest, such as `KVM_SET_MSRS` with the guest's
+    /// clock, waits for the first run of the vCPU, unless another VMM makes it.
     ///
     /// # Errors
     /// When the number of states is not the number of vCPUs, or a state is refused. No vCPU should

@@ -77,8 +77,8 @@ pub trait Observer: Send + Sync {
         Ok(())
     }
 
-    /// The destination has said that it runs the VM, or has all of it: from now on it never gives the
-    /// VM back. This may be called again.
+    /// The destination has said that it runs the VM, or has all of it: from now on it never gives
+    /// the VM back. This may be called again.
     fn runs_there(&self) {}
 
     /// The source has to say something to people: one sentence.

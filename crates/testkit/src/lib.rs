@@ -11,8 +11,8 @@
 //! that injects faults. [`rv64`] has machine code for small guests. With the feature
 //! `certificates`, there are certificates for TLS, and `handshake` has a destination. `firecracker`
 //! is a double of Firecracker's side of a restore, and `cloud_hypervisor` one of both ends of a
-//! migration: `double` has what they share. With the feature `qemu`, there are real machines of QEMU, which run this project's
-//! programs.
+//! migration: `double` has what they share. With the feature `qemu`, there are real machines of
+//! QEMU, which run this project's programs.
 //!
 //! **Neighbours.** A development dependency: no crate needs it to build. It uses `std` and rustix,
 //! `hosts` for shaped links and huge pages, `userfault` for the doubles, `transport` for

@@ -8,7 +8,8 @@
 //!
 //! A VM that is loaded outlives our process, if a keeper has its descriptors too.
 //!
-//! **Neighbours.** `foreign::arrival` has the state machine, and `receiver` speaks with the process.
+//! **Neighbours.** `foreign::arrival` has the state machine, and `receiver` speaks with the
+//! process.
 
 use super::receiver::{Ended, Keep, Receiver};
 use super::wire;

@@ -4,11 +4,12 @@
 //! its own host. Until the hand-over, any failure leaves the VM at the source as it was. From then
 //! on a lost connection costs only waiting: see [`foreign`](crate::foreign).
 //!
-//! **Mechanism.** Config travels in the offer, State as the state of one device. Neither is changed.
-//! [`restore()`] gives such a process the VM of a snapshot, whose memory comes when it is asked for.
+//! **Mechanism.** Config travels in the offer, State as the state of one device. Neither is
+//! changed. [`restore()`] gives such a process the VM of a snapshot, whose memory comes when it is
+//! asked for.
 //!
-//! **Neighbours.** `foreign` has the state machines of both ends. Below: `migration`, and `pager` for
-//! the sources of snapshots.
+//! **Neighbours.** `foreign` has the state machines of both ends. Below: `migration`, and `pager`
+//! for the sources of snapshots.
 
 mod destination;
 mod kept;

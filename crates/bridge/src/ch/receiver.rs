@@ -51,8 +51,8 @@ pub(super) struct Receiver {
     process: Option<Pid>,
 }
 
-/// The descriptors in front of those of RAM: the connections for faults and commands, and the ends of
-/// a pipe.
+/// The descriptors in front of those of RAM: the connections for faults and commands, and the ends
+/// of a pipe.
 const OF_VMM: usize = 4;
 
 /// The state that is to outlive our process.
@@ -108,9 +108,10 @@ fn adopt(mappings: &[Mapping], fds: &[OwnedFd]) -> Result<Arc<GuestRam>, VmmErro
     Ok(Arc::new(unsafe { GuestRam::adopt(regions) }?))
 }
 
-/// Checks, for a process that has loaded State, that the kernel tells it of each page that is absent
-/// (`um` in the flags of a mapping) and of each that lies in the page cache (`ui`). Without the
-/// latter it would find stale bytes. A process that is not visible here is known by its version.
+/// Checks, for a process that has loaded State, that the kernel tells it of each page that is
+/// absent (`um` in the flags of a mapping) and of each that lies in the page cache (`ui`). Without
+/// the latter it would find stale bytes. A process that is not visible here is known by its
+/// version.
 fn check_asks(process: Option<Pid>) -> Result<(), VmmError> {
     let Some(pid) = process else { return Ok(()) };
     let Ok(file) = File::open(format!("/proc/{}/smaps", pid.as_raw_nonzero())) else {

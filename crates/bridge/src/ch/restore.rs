@@ -41,9 +41,9 @@ pub struct RestoreOptions {
     pub api: PathBuf,
     /// The VM runs once it is restored. Otherwise it stays paused, as it was saved.
     pub resume: bool,
-    /// The command of a program that calls [`keep`](crate::foreign::keep) at once. With it, a VM that was
-    /// loaded outlives this process: the next restore of the same snapshot goes on. Its standard
-    /// input and output are set.
+    /// The command of a program that calls [`keep`](crate::foreign::keep) at once. With it, a VM
+    /// that was loaded outlives this process: the next restore of the same snapshot goes on. Its
+    /// standard input and output are set.
     pub keeper: Option<std::process::Command>,
 }
 

@@ -1,4 +1,4 @@
-//! What a move needs of Firecracker's API.
+//! The part of Firecracker's API that a move needs.
 
 use crate::foreign::api::Api;
 use crate::foreign::{STEP_LIMIT, VmmError};
@@ -14,12 +14,13 @@ pub(super) struct Instance {
     pub(super) vmm_version: String,
 }
 
-/// What the process is, and its id, if it is visible here.
+/// The state and version of the process, and its id, if it is visible here.
 pub(super) fn instance(api: &Api, limit: Duration) -> Result<(Instance, Option<Pid>), VmmError> {
     api.get("GET /", limit)
 }
 
-/// What a move needs of the whole configuration (`GET /vm/config`). Older versions have less.
+/// The part of the whole configuration (`GET /vm/config`) that a move needs. Older versions have
+/// less.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub(super) struct Whole {
@@ -48,7 +49,7 @@ impl Whole {
             .collect()
     }
 
-    /// What the VM loses by a move: Firecracker has it in no snapshot.
+    /// The settings that the VM loses by a move: Firecracker has them in no snapshot.
     pub(super) fn lost(&self) -> Option<String> {
         let lost = [
             (self.logger.is_some(), "its logger's settings"),

@@ -32,8 +32,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// The numbers of [`Kept`]. The memory is Firecracker's own again, or about to be: nothing is placed
-/// any more.
+/// The numbers of [`Kept`]. The memory is Firecracker's own again, or about to be: nothing is
+/// placed any more.
 const LEFT: usize = OWN;
 /// The count of regions, and three numbers of each.
 const REGIONS: usize = OWN + 1;

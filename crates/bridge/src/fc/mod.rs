@@ -11,12 +11,12 @@
 //! off the memory, and Firecracker needs nobody any more.
 //!
 //! Pages that have changed since their copy come by post-copy. The pause has the time in which
-//! Firecracker writes its memory to ours: see [`Pause`](crate::foreign::Pause). The source host needs the VM's memory once
-//! more until the move is over. The destination host does not: a page that the process has is freed
-//! here.
+//! Firecracker writes its memory to ours: see [`Pause`](crate::foreign::Pause). The source host
+//! needs the VM's memory once more until the move is over. The destination host does not: a page
+//! that the process has is freed here.
 //!
-//! **Neighbours.** `foreign` has the state machines of both ends. Below: `migration`, and `pager` for
-//! the handshake.
+//! **Neighbours.** `foreign` has the state machines of both ends. Below: `migration`, and `pager`
+//! for the handshake.
 
 mod api;
 mod destination;

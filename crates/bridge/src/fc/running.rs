@@ -86,7 +86,8 @@ impl Running {
             return;
         }
         if self.full {
-            // Without this memory the copy is slower, or Firecracker says in the pause what is wrong.
+            // Without this memory the copy is slower, or Firecracker says in the pause what is
+            // wrong.
             let (at, length) = (pages.start * PAGE, (pages.end - pages.start) * PAGE);
             let _ = rustix::fs::fallocate(file, FallocateFlags::empty(), at, length);
         }
@@ -150,8 +151,9 @@ pub(super) fn resident(pid: Option<Pid>) -> Option<u64> {
     let path = format!("/proc/{}/smaps", pid?.as_raw_nonzero());
     let mut text = String::new();
     let file = File::open(path).ok()?;
-    file.take(MAX_SMAPS).read_to_string(&mut text).ok()?;
-    sum_resident(&text)
+    let length = file.take(MAX_SMAPS).read_to_string(&mut text).ok()?;
+    // A mapping that was not read may be of any kind.
+    ((length as u64) < MAX_SMAPS).then(|| sum_resident(&text))?
 }
 
 fn sum_resident(smaps: &str) -> Option<u64> {

@@ -99,7 +99,6 @@ pub(super) fn depart(options: &mut SourceOptions) -> Result<Departure, VmmError>
         files: Some((place, file)),
         api: api.clone(),
         asked: AtomicBool::new(false),
-        was_running: runs,
         tracks: config.track_dirty_pages,
         process,
         disks: whole.disks(),
@@ -130,7 +129,6 @@ fn go_on(
         api: api.clone(),
         // It is paused: only an operator takes it back.
         asked: AtomicBool::new(true),
-        was_running: kept.ran(),
         tracks: false,
         process: None,
         disks: Vec::new(),
@@ -187,7 +185,6 @@ struct Vmm {
     /// Where it writes. A process that goes on with a move needs nothing more of it.
     files: Option<(Place, MemoryFile)>,
     api: Api,
-    was_running: bool,
     /// Whether we have asked for a pause.
     asked: AtomicBool,
     /// Whether its owner has it log dirty pages.
@@ -219,7 +216,7 @@ impl Leaving for Vmm {
         self.hold_copies(true);
         self.asked.store(true, Ordering::Release);
         kept.pause_asked(true);
-        if self.was_running {
+        if kept.ran() {
             set_running(&self.api, false, STEP_LIMIT)?;
         }
         let stopped = Instant::now();
@@ -237,7 +234,7 @@ impl Leaving for Vmm {
         };
         let mut saved = false;
         if has_diff {
-            // What it does not write is zero, and not what was copied before.
+            // A page that it does not write is zero, whatever was copied before.
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             rustix::fs::fallocate(&memory.fd, flags, 0, bytes)
                 .map_err(|e| VmmError::io("cannot empty the memory file", e))?;
@@ -272,10 +269,10 @@ impl Leaving for Vmm {
             notes: disks::flush(self.process, self.disks.iter().map(String::as_str)),
         })
     }
-    fn take_back(&self, _: &Kept) -> Result<(), VmmError> {
+    fn take_back(&self, kept: &Kept) -> Result<(), VmmError> {
         // Also when the pause itself failed: it may have come to pass later.
         let asked = self.asked.swap(false, Ordering::AcqRel);
-        let resumed = match asked && self.was_running {
+        let resumed = match asked && kept.ran() {
             true => set_running(&self.api, true, STEP_LIMIT),
             false => Ok(()),
         };

@@ -35,7 +35,7 @@ pub(crate) struct Saved {
     pub(crate) parts: Option<Pause>,
     /// Whether that has reset the log for the owner's diff snapshots.
     pub(crate) log_reset: bool,
-    /// What people should know.
+    /// Sentences for people.
     pub(crate) notes: Vec<String>,
 }
 
@@ -59,7 +59,8 @@ pub(crate) trait Leaving: Machine {
     /// Gives the process its VM back, which runs on if it ran.
     fn take_back(&self, kept: &Kept) -> Result<(), VmmError>;
 
-    /// Another process has the VM, and runs it: this may wait for the VMM. Repeating it is harmless.
+    /// Another process has the VM, and runs it: this may wait for the VMM. Repeating it is
+    /// harmless.
     fn release(&self, _kept: &Kept) {}
 
     /// Waits until `over`, or until the process gives up while its VM runs. Returns why.
@@ -120,7 +121,7 @@ pub struct Departure {
     orphan: Option<Orphan>,
     /// Whether its memory cannot be read while it runs.
     pub(crate) unread: bool,
-    /// What people should know.
+    /// Sentences for people.
     pub(crate) notes: Vec<String>,
 }
 
@@ -129,7 +130,6 @@ struct Seam {
     vmm: Arc<dyn Leaving>,
     api: Api,
     kept: Kept,
-    was_running: bool,
     hold: Mutex<Hold>,
 }
 
@@ -168,7 +168,6 @@ impl Departure {
             seam: Arc::new(Seam {
                 vmm,
                 api,
-                was_running: kept.ran(),
                 kept,
                 hold: Mutex::new(hold),
             }),
@@ -333,8 +332,8 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-/// Notes the hand-over, and lets the VMM go when the VM runs elsewhere: not before, since until then
-/// the destination may give the VM back.
+/// Notes the hand-over, and lets the VMM go when the VM runs elsewhere: not before, since until
+/// then the destination may give the VM back.
 struct Releasing<'a> {
     observer: &'a dyn Observer,
     seam: &'a Seam,
@@ -389,7 +388,7 @@ impl Vcpus for Seam {
         Ok(PauseReport {
             first_stop: at.0,
             last_stop: at.1,
-            was_running: self.was_running,
+            was_running: self.kept.ran(),
         })
     }
     /// The VM is the VMM's own again, also one that stays paused.
@@ -410,7 +409,7 @@ impl Vcpus for Seam {
         self.hold().saved.is_none().into()
     }
     fn save(&self) -> Result<Vec<VcpuState>, MachineError> {
-        let flag = if self.was_running { VM_RUNS } else { VM_PAUSED };
+        let flag = if self.kept.ran() { VM_RUNS } else { VM_PAUSED };
         Ok(vec![VcpuState(vec![flag])])
     }
     fn restore(&self, _: &[VcpuState]) -> Result<(), MachineError> {

@@ -1,4 +1,4 @@
-//! What an offer says of a VM of another VMM.
+//! The description of another VMM's VM in an offer.
 
 use super::VmmError;
 use serde::{Deserialize, Serialize};

@@ -2,7 +2,8 @@
 //!
 //! **Guarantee.** One process at a time has the VM: the keeper gives its descriptors to a second
 //! one when the first is gone. It ends when it is told to, and when its first process died before
-//! there was something to keep. At a destination it also ends when the VMM has closed its connection.
+//! there was something to keep. At a destination it also ends when the VMM has closed its
+//! connection.
 //!
 //! **Mechanism.** The keeper is a child in a session of its own. It gets the descriptors by a
 //! socket, and does nothing with them. That socket is the first process's *lease*: it ends with

@@ -4,12 +4,12 @@
 //! died. A VM that was not handed over is. At the destination, a VM that is loaded waits for its
 //! pages until the next process brings them.
 //!
-//! **Mechanism.** Numbers and bitmaps lie in a mapped file ([`Shared`]), and the session's record in
-//! another. A keeper has both, and the VMM's descriptors. The hand-over is noted before `Go` is
-//! sent. Cloud Hypervisor waits at its connection, which the keeper has too: it hears nothing of our
-//! death. If the VM was not handed over, the keeper lets the connection end, and Cloud Hypervisor
-//! takes its VM back. Firecracker waits for nobody: the keeper lets a VM run again that our process
-//! had paused.
+//! **Mechanism.** Numbers and bitmaps lie in a mapped file ([`Shared`]), and the session's record
+//! in another. A keeper has both, and the VMM's descriptors. The hand-over is noted before `Go` is
+//! sent. Cloud Hypervisor waits at its connection, which the keeper has too: it hears nothing of
+//! our death. If the VM was not handed over, the keeper lets the connection end, and Cloud
+//! Hypervisor takes its VM back. Firecracker waits for nobody: the keeper lets a VM run again that
+//! our process had paused.
 //!
 //! **Neighbours.** `keeper` has the descriptors too. `ch` and `fc` keep more in the same file.
 
@@ -172,8 +172,8 @@ impl Kept {
         Ok(Some((kept, ring, orphan, fds)))
     }
 
-    /// Ends the keeper: nobody is to go on. One that is only dropped is left to the next process, as
-    /// if this one had died.
+    /// Ends the keeper: nobody is to go on. One that is only dropped is left to the next process,
+    /// as if this one had died.
     pub(crate) fn end(&self) {
         if let Some(lease) = &self.lease {
             lease.end();

@@ -1,13 +1,13 @@
 //! How do the VMs of other VMMs move?
 //!
-//! **Guarantee.** Both VMM processes are unchanged. Until the hand-over, any failure leaves the VM at
-//! the source as it was: also a destination that cannot open a device, a disk or a lock. From then
-//! on a lost connection costs only waiting, and so does the death of any process of ours.
+//! **Guarantee.** Both VMM processes are unchanged. Until the hand-over, any failure leaves the VM
+//! at the source as it was: also a destination that cannot open a device, a disk or a lock. From
+//! then on a lost connection costs only waiting, and so does the death of any process of ours.
 //!
-//! **Mechanism.** [`ForeignVmm`] gives a VM to a migration as a [`Departure`], and takes one in as an
-//! [`Arrival`]. `departure` and `arrival` are the state machines of both ends; `ch` and `fc`
-//! have what differs. A keeper has the descriptors of a VM too, so that the next
-//! process goes on when one dies.
+//! **Mechanism.** [`ForeignVmm`] gives a VM to a migration as a [`Departure`], and takes one in as
+//! an [`Arrival`]. `departure` and `arrival` are the state machines of both ends; `ch` and `fc`
+//! have what differs. A keeper has the descriptors of a VM too, so that the next process goes on
+//! when one dies.
 //!
 //! | what fails | the VM at the source | the VM at the destination |
 //! |---|---|---|
@@ -22,8 +22,8 @@
 //! | our process at the source, behind `Go` | handed over | waits for its pages, until the next process goes on |
 //! | our process at the destination, behind `Go` | handed over | waits for its pages, until the next process takes it over |
 //!
-//! The last two lines need a keeper ([`keep`]). Behind the move Firecracker still has its paused VM,
-//! and Cloud Hypervisor with `preserve`: end it, and never resume it.
+//! The last two lines need a keeper ([`keep`]). Behind the move Firecracker still has its paused
+//! VM, and Cloud Hypervisor with `preserve`: end it, and never resume it.
 //!
 //! **Neighbours.** Below: `migration`, and `pager` for the handshake of a userfaultfd.
 

@@ -29,8 +29,8 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(2);
 const SIGNS_OF_LIFE: u32 = 5;
 /// The longest that the last words of a failed session may take.
 const PARTING: Duration = Duration::from_secs(1);
-/// The silence after which a VMM has sent all that it has for now. QEMU pauses for 100 ms at most to
-/// keep to a bandwidth.
+/// The silence after which a VMM has sent all that it has for now. QEMU pauses for 100 ms at most
+/// to keep to a bandwidth.
 const QUIET: Duration = Duration::from_secs(1);
 
 /// Something that a session's thread must hear.
@@ -95,7 +95,8 @@ pub(super) struct Session {
     /// held.
     is_forced: bool,
     is_held: bool,
-    /// The bytes that the VMM had sent the last time that this was looked at, and when it sent more.
+    /// The bytes that the VMM had sent the last time that this was looked at, and when it sent
+    /// more.
     sent: u64,
     sent_at: Instant,
     /// Streams that were opened too late for this session.

@@ -155,8 +155,8 @@ fn a_sender_that_dies_when_its_state_is_here_costs_nothing() {
     }
 }
 
-/// Its Cloud Hypervisor keeps the VM until the other one runs it. So the VM is where its source says,
-/// whenever the receiver fails.
+/// Its Cloud Hypervisor keeps the VM until the other one runs it. So the VM is where its source
+/// says, whenever the receiver fails.
 #[test]
 fn a_receiver_that_fails_around_the_hand_over_leaves_no_doubt_where_the_vm_is() {
     for _ in 0..5 {

@@ -148,8 +148,8 @@ fn a_sender_that_dies_in_its_snapshot_takes_its_vm_along() {
     assert_eq!(hosts.target.status().state, "Not started");
 }
 
-/// The VM is lost with the receiver, and both ends say so. The source still has it, and does not run
-/// it by itself.
+/// The VM is lost with the receiver, and both ends say so. The source still has it, and does not
+/// run it by itself.
 #[test]
 fn a_receiver_that_dies_behind_the_hand_over_is_told_to_the_source() {
     let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::DieAtResume) else {

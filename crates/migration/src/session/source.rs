@@ -130,11 +130,11 @@ pub enum Action {
     AdoptMissing,
     /// Begin pre-copy.
     StartPrecopy,
-    /// Stop the guest and its devices. Answer requests for pages from now on. Send the missing pages,
-    /// all states and SwitchOver.
+    /// Stop the guest and its devices. Answer requests for pages from now on. Send the missing
+    /// pages, all states and SwitchOver.
     SwitchOver,
-    /// Push the pages that nobody has requested, too. That waits until the guest runs there: before,
-    /// it would compete with all that the guest waits for.
+    /// Push the pages that nobody has requested, too. That waits until the guest runs there:
+    /// before, it would compete with all that the guest waits for.
     StartPush,
     /// Resume the guest and its devices, if they stand still. No channel is open that could read
     /// their memory.

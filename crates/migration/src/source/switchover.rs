@@ -115,8 +115,8 @@ impl Supervisor<'_, '_, '_> {
             stopped_at_ns: self.record.report.last_stop.as_nanos() as u64,
             paused: self.record.report.paused,
         }))?;
-        // The destination may need pages while it loads. Memory is final, and the frame that lets it
-        // ask is not sent yet.
+        // The destination may need pages while it loads. Memory is final, and the frame that lets
+        // it ask is not sent yet.
         self.shared.set_mode(Mode::Answer);
         self.record.report.sent_at = monotonic();
         control.flush()

@@ -91,7 +91,8 @@ pub enum Quirk {
     ReceiverDiesAtState,
     /// As a receiver, it dies when it has asked for 64 pages, and its VM runs.
     ReceiverDiesAtFaults,
-    /// As a receiver, it asks for a page outside RAM before it is told to run its VM, or right then.
+    /// As a receiver, it asks for a page outside RAM before it is told to run its VM, or right
+    /// then.
     EarlyFault,
     /// As a receiver, it asks for a page outside RAM when its VM runs.
     WrongFault,

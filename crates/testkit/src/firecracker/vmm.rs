@@ -221,8 +221,8 @@ impl Vmm {
         Ok(memory.sync_all()?)
     }
 
-    /// Loads a snapshot, in the steps of the real one: the state, the handshake, its vCPUs, for which
-    /// KVM reads the page of a clock, its devices, and the answer.
+    /// Loads a snapshot, in the steps of the real one: the state, the handshake, its vCPUs, for
+    /// which KVM reads the page of a clock, its devices, and the answer.
     fn load(&self, body: &Value) -> Done {
         if self.guest().is_some() {
             return Err("there is a VM".into());

@@ -65,8 +65,8 @@ pub(super) struct Config {
     pub generations: u32,
     /// No channel of this incarnation is cut.
     pub incarnations: u32,
-    /// Whether another VMM has the VM at the destination: it needs pages to load, and says later that
-    /// it runs.
+    /// Whether another VMM has the VM at the destination: it needs pages to load, and says later
+    /// that it runs.
     pub foreign: bool,
     /// Whether machines fail and operators cancel or give up.
     pub failures: bool,
