@@ -165,11 +165,11 @@ impl Run {
         seen
     }
 
-    /// The bound is kept, but for short times.
-    fn check_bound(&self, seen: &Seen, time: u64) -> Result<(), TestCaseError> {
+    /// The bound is kept, but for that part of the time.
+    fn check_bound(&self, seen: &Seen, time: u64, part: f64) -> Result<(), TestCaseError> {
         let most = 2 * self.allowed();
         let excess = seen.excess as f64 / time as f64;
-        prop_assert!(excess < 0.1, "{:?}: {excess:.2} of the time", self.link);
+        prop_assert!(excess < part, "{:?}: {excess:.2} of the time", self.link);
         prop_assert!(seen.most_under_way <= most, "{seen:?}, allowed {most}");
         Ok(())
     }
@@ -186,7 +186,7 @@ impl Run {
     /// Checks the next two seconds.
     fn check(&mut self, busy: f64) -> Result<(), TestCaseError> {
         let seen = self.check_busy(busy)?;
-        self.check_bound(&seen, 2 * SECOND)?;
+        self.check_bound(&seen, 2 * SECOND, 0.1)?;
         let frame = (self.link.rate / 4000).max(PAGE_BYTES as u64) * 5 / 4;
         prop_assert!(seen.largest_frame <= frame.min(FRAME_BYTES), "{seen:?}");
         Ok(())
@@ -219,7 +219,7 @@ proptest! {
         run.gives_way = gives_way;
         run.run(3 * SECOND);
         let seen = run.run(SECOND);
-        run.check_bound(&seen, SECOND)?;
+        run.check_bound(&seen, SECOND, 0.1)?;
         prop_assert!(seen.delivered > 0);
     }
 
@@ -233,7 +233,7 @@ proptest! {
         run.lateness = lateness;
         run.run(3 * SECOND);
         let seen = run.run(SECOND);
-        run.check_bound(&seen, SECOND)?;
+        run.check_bound(&seen, SECOND, 0.1)?;
     }
 
     #[test]
@@ -281,9 +281,10 @@ proptest! {
         run.run(10 * SECOND);
         let seen = run.run(8 * SECOND);
         let share = seen.delivered as f64 / (8 * rate) as f64;
-        // The least of 600 random links had 0.696.
-        prop_assert!(share > 0.6, "{:?}: {share:.3} of the rate", run.link);
-        run.check_bound(&seen, 8 * SECOND)?;
+        // Of 1,500 links with much jitter, the least had 0.61, and the median 0.97. One had more
+        // under way than allowed in 0.18 of the time.
+        prop_assert!(share > 0.5, "{:?}: {share:.3} of the rate", run.link);
+        run.check_bound(&seen, 8 * SECOND, 0.25)?;
     }
 }
 
@@ -300,10 +301,15 @@ fn link(rate: u64, delay: u64, jitter: u64) -> Link {
 /// 0.28 in some seconds, and stayed there.
 #[test]
 fn a_least_round_trip_that_was_measured_too_long_does_not_slow_the_push_for_ever() {
-    let mut run = Run::new(link(40_503_353, 136_523, 331_351), 1);
-    run.run(10 * SECOND);
-    let share = run.run(8 * SECOND).delivered as f64 / (8 * run.link.rate) as f64;
-    assert!(share > 0.9, "{share:.3} of the rate");
+    for link in [
+        link(40_503_353, 136_523, 331_351),
+        link(909_741_779, 41_228, 1_274_495),
+    ] {
+        let mut run = Run::new(link, 1);
+        run.run(10 * SECOND);
+        let share = run.run(8 * SECOND).delivered as f64 / (8 * link.rate) as f64;
+        assert!(share > 0.9, "{link:?}: {share:.3} of the rate");
+    }
 }
 
 #[test]
@@ -325,7 +331,7 @@ fn urgent_pages_on_the_same_link_are_no_jitter() {
     run.run(3 * SECOND);
     assert_eq!(run.governor.jitter(), 0);
     let seen = run.run(SECOND);
-    run.check_bound(&seen, SECOND).unwrap();
+    run.check_bound(&seen, SECOND, 0.1).unwrap();
 }
 
 #[test]
