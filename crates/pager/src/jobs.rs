@@ -1,4 +1,5 @@
-//! Reads that take time: a queue, and threads that come when it grows and go when it is empty.
+//! Reads that take time: a queue, a thread, and others that come when it grows and go when it is
+//! empty.
 //!
 //! **Guarantee.** A fault never waits for the read of another page, as long as fewer than
 //! [`THREADS`] reads of its VM are under way. Faults on the same block of the source share one
@@ -8,6 +9,7 @@ use crate::answer::Placed;
 use crate::timeline::Came;
 use crate::vm::{Vm, locked};
 use std::collections::{BTreeMap, VecDeque};
+use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -77,19 +79,23 @@ impl Jobs {
         } else if queue.threads < THREADS {
             queue.threads += 1;
             drop(queue);
-            let own = vm.clone();
-            let thread = std::thread::Builder::new().name(format!("read-{}", vm.name));
-            if let Err(why) = thread.spawn(move || work(&own)) {
-                // Another thread takes the block, or the next fault tries again.
-                let mut queue = locked(&vm.jobs.queue);
-                queue.threads -= 1;
-                if queue.threads == 0 {
-                    tracing::error!(restore = %vm.name, "no thread for reads: {why}");
-                    drop(queue);
-                    step(vm, &mut Vec::new());
-                }
+            if Self::spawn(vm).is_err() {
+                // The others take the block.
+                locked(&vm.jobs.queue).threads -= 1;
             }
         }
+    }
+
+    /// Starts the thread that stays as long as the VM.
+    pub(crate) fn start(vm: &Arc<Vm>) -> io::Result<()> {
+        locked(&vm.jobs.queue).threads = 1;
+        Self::spawn(vm)
+    }
+
+    fn spawn(vm: &Arc<Vm>) -> io::Result<()> {
+        let own = vm.clone();
+        let thread = std::thread::Builder::new().name(format!("read-{}", vm.name));
+        thread.spawn(move || work(&own)).map(drop)
     }
 
     /// The faults that wait for a read.
@@ -160,10 +166,10 @@ fn step(vm: &Vm, buffer: &mut Vec<u8>) -> bool {
 /// Waits for a block. `None` if the thread has to end.
 fn next(vm: &Vm) -> Option<(u64, Range<u64>)> {
     let mut queue = locked(&vm.jobs.queue);
-    let mut idle_since = Instant::now();
+    let idle_since = Instant::now();
     loop {
         if queue.closed {
-            queue.threads = queue.threads.saturating_sub(1);
+            queue.threads -= 1;
             return None;
         }
         let now = Instant::now();
@@ -175,12 +181,9 @@ fn next(vm: &Vm) -> Option<(u64, Range<u64>)> {
             let pages = queue.waiting[&first].pages.clone();
             return Some((first, pages));
         }
-        // One thread stays for the repeated reads.
-        if !queue.later.is_empty() && queue.threads == 1 {
-            idle_since = now;
-        }
-        if now.duration_since(idle_since) >= IDLE {
-            queue.threads = queue.threads.saturating_sub(1);
+        // One thread stays.
+        if queue.threads > 1 && now.duration_since(idle_since) >= IDLE {
+            queue.threads -= 1;
             return None;
         }
         let soonest = queue.later.iter().map(|(at, _)| *at).min();

@@ -8,6 +8,7 @@ use crate::background;
 use crate::directory::{Directory, Memory, Record};
 use crate::events::{Events, Happened};
 use crate::handshake::{Handshake, HandshakeError};
+use crate::jobs::Jobs;
 use crate::name::Name;
 use crate::options::{OnLoss, Restore};
 use crate::pager::{Keeper, RestoreError};
@@ -27,6 +28,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 use rustix::process::Signal;
 use serde_json::json;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::Ordering;
@@ -120,7 +122,7 @@ impl Entry {
         memory: &Memory,
         kept: Option<OwnedFd>,
         common: &Arc<Common>,
-    ) -> Result<Option<(Arc<Self>, Begin)>, Errno> {
+    ) -> io::Result<Option<(Arc<Self>, Begin)>> {
         let Some(Ok(vmm)) = record.vmm.map(Vmm::again) else {
             return Ok(None);
         };
@@ -196,6 +198,7 @@ impl Entry {
             common.directory.clone(),
             common.events.clone(),
         ));
+        Jobs::start(&vm)?;
         recover(&vm, &mut ring);
         vm.recover_touches();
         wake_all(&vm);
@@ -223,6 +226,7 @@ impl Entry {
                 let mut state = locked(&self.state);
                 if matches!(*state, State::Leaving) {
                     drop(state);
+                    vm.jobs.close();
                     self.leave();
                     return;
                 }
@@ -390,7 +394,7 @@ impl Entry {
         })?;
         record.vmm = Some(vmm.identity);
         let directory = &self.common.directory;
-        let state = |why: std::io::Error| cannot("the state of the VM", &why);
+        let state = |why: io::Error| cannot("the state of the VM", &why);
         directory.write(&self.name, record).map_err(state)?;
 
         let stop = Some(self.stop.bell());
@@ -426,7 +430,9 @@ impl Entry {
             directory.clone(),
             self.common.events.clone(),
         );
-        Ok((Arc::new(vm), ring))
+        let vm = Arc::new(vm);
+        Jobs::start(&vm).map_err(|why| cannot("a thread for reads", &why))?;
+        Ok((vm, ring))
     }
 
     /// Gives the userfaultfd to the keeper, or tries whether it can be taken out of the VMM.

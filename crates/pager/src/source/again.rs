@@ -42,12 +42,12 @@ impl Again {
         let source = self
             .stores
             .open(&self.restore.memory, self.restore.format)?;
-        let now = source.identity();
-        if now != self.identity {
+        if !source.is(&self.identity) {
+            let short = |identity: &str| identity.split(';').next().unwrap_or("").to_owned();
             return Err(SourceError::Changed {
                 what: self.restore.memory.display().to_string(),
-                before: self.identity.clone(),
-                now,
+                before: short(&self.identity),
+                now: format!("{}, and others", short(&source.identity())),
             });
         }
         Ok(self.opened.get_or_init(|| source))

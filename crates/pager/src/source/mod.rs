@@ -52,8 +52,13 @@ pub trait Source: std::fmt::Debug + Send + Sync {
     /// [`SourceError`]. The buffer has no meaning then.
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError>;
 
-    /// Tells this source from a changed one of the same path.
+    /// Tells this source from one with other bytes.
     fn identity(&self) -> String;
+
+    /// Whether this is the source that had that identity. It may read.
+    fn is(&self, identity: &str) -> bool {
+        self.identity() == identity
+    }
 
     /// Drops copies of these bytes: they were damaged. The next read brings them anew.
     fn forget(&self, _offset: u64, _len: u64) {}
@@ -155,7 +160,7 @@ impl Stores {
             }
         })?;
         let source = store.open(address)?;
-        Ok(match format {
+        proven(match format {
             Format::Raw => source,
             Format::Packed => Arc::new(PackedSource::in_store(&**store, address, source)?),
         })
@@ -167,10 +172,16 @@ impl Stores {
 /// # Errors
 /// [`SourceError`].
 pub fn open(path: &Path, format: Format) -> Result<Arc<dyn Source>, SourceError> {
-    Ok(match format {
+    proven(match format {
         Format::Raw => Arc::new(FileSource::open(path)?),
         Format::Packed => Arc::new(PackedSource::open(path)?),
     })
+}
+
+/// Reads the first block as a page fault will: what refuses that must do so before a VM needs it.
+fn proven(source: Arc<dyn Source>) -> Result<Arc<dyn Source>, SourceError> {
+    let mut block = vec![0; source.block().min(source.bytes()) as usize];
+    source.read(0, &mut block).map(|()| source)
 }
 
 /// Whether a path is an address in a store, such as `s3://bucket/memory`.

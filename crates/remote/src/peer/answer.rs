@@ -67,7 +67,7 @@ pub fn answer(stream: &mut impl Limited, shares: &Shares) -> Result<(), PeerErro
                 self::open(shares, &name).map(|file| {
                     let opened = Opened {
                         bytes: file.bytes(),
-                        identity: shortened(file.identity(), MAX_IDENTITY),
+                        identity: identity(&file),
                     };
                     frame.extend(opened.encode());
                     open = Some(file);
@@ -78,12 +78,12 @@ pub fn answer(stream: &mut impl Limited, shares: &Shares) -> Result<(), PeerErro
                 "no file is open: open one first".to_owned(),
             )),
             (Kind::Extents, Some(file)) => {
-                let extents = file.extents();
-                let first = extents.partition_point(|&(_, end)| end <= request.offset);
-                let extents = extents[first..].iter().take(request.len as usize);
-                let clipped = |&(start, end): &(u64, u64)| (start.max(request.offset), end);
-                frame.extend(encode_extents(&extents.map(clipped).collect::<Vec<_>>()));
-                Ok(())
+                file.extents().map_err(refusal).map(|extents| {
+                    let first = extents.partition_point(|&(_, end)| end <= request.offset);
+                    let extents = extents[first..].iter().take(request.len as usize);
+                    let clipped = |&(start, end): &(u64, u64)| (start.max(request.offset), end);
+                    frame.extend(encode_extents(&extents.map(clipped).collect::<Vec<_>>()));
+                })
             }
             (Kind::Read, Some(file)) => read(file, &request, &mut frame),
         };
@@ -126,8 +126,12 @@ fn read(file: &FileSource, request: &Request, frame: &mut Vec<u8>) -> Result<(),
         return Err((Code::Short, why));
     }
     frame.resize(HEADER_BYTES + request.len as usize, 0);
-    let read = file.read(request.offset, &mut frame[HEADER_BYTES..]);
-    read.map_err(|why| match why {
+    file.read(request.offset, &mut frame[HEADER_BYTES..])
+        .map_err(refusal)
+}
+
+fn refusal(why: SourceError) -> Refusal {
+    match why {
         SourceError::Changed { now, .. } => (Code::Changed, shortened(now, MAX_IDENTITY)),
         SourceError::Short { end, .. } => (
             Code::Short,
@@ -135,7 +139,13 @@ fn read(file: &FileSource, request: &Request, frame: &mut Vec<u8>) -> Result<(),
         ),
         SourceError::Failed { why, .. } => (Code::Failed, why.to_string()),
         why => (Code::Failed, why.to_string()),
-    })
+    }
+}
+
+/// The sum of what tells a file from others. The text itself is long.
+fn identity(file: &FileSource) -> String {
+    let sum = xxhash_rust::xxh3::xxh3_128(file.identity().as_bytes());
+    format!("{} bytes with the sum {sum:032x}", file.bytes())
 }
 
 /// Sends the frame, whose body is behind room for the header, or a refusal instead.

@@ -39,6 +39,9 @@ const RATE: f64 = 125e6;
 const SMALL: usize = 16 << 10;
 /// The bytes of blocks that are kept.
 const KEPT: u64 = 8 << 20;
+/// The time for which holes count after the peer has read the file and found it unchanged. Behind
+/// it, a page of a hole is read like others.
+const HOLES: Duration = Duration::from_secs(1);
 
 /// The place of every connection: each is a session of its own.
 const KEY: ChannelKey = ChannelKey {
@@ -146,6 +149,8 @@ pub(super) struct PeerSource {
     opened: Opened,
     /// The parts with data, in order.
     extents: Vec<(u64, u64)>,
+    /// The last time at which the peer found the file unchanged.
+    unchanged: Mutex<Instant>,
     block: u64,
     kept: Kept,
     pool: Mutex<Pool>,
@@ -178,6 +183,7 @@ impl PeerSource {
             name,
             opened,
             extents,
+            unchanged: Mutex::new(Instant::now()),
             kept: Kept::new(block, KEPT),
             pool: Mutex::default(),
             free: Condvar::new(),
@@ -221,6 +227,7 @@ impl PeerSource {
             });
             match read {
                 Ok(()) => {
+                    *locked(&self.unchanged) = Instant::now();
                     self.give_back(Some(talk));
                     return Ok(());
                 }
@@ -344,9 +351,8 @@ impl Source for PeerSource {
             return false;
         };
         let behind = self.extents.partition_point(|&(_, end)| end <= offset);
-        self.extents
-            .get(behind)
-            .is_none_or(|&(start, _)| end <= start)
+        let extent = self.extents.get(behind);
+        extent.is_none_or(|&(start, _)| end <= start) && locked(&self.unchanged).elapsed() < HOLES
     }
 
     fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, SourceError> {
