@@ -3,15 +3,16 @@
 //! **Guarantee.** It never waits in the queue of faults, nor they in its own. Its threads have a
 //! lower priority than those that answer faults. Without a recording and a request it does nothing.
 //!
-//! **Mechanism.** A recording becomes blocks of the source in the order of their first touches.
-//! Several threads read the blocks, each from its first to its last recorded page, and place the
-//! recorded pages only. Loading all goes through the pages in order, also by several threads.
+//! **Mechanism.** A recording becomes a plan: blocks of the source in the order of their first
+//! touches. Several threads bring the blocks, each from its first to its last recorded page, and
+//! place the recorded pages only. Loading all goes through the pages in order, also by several
+//! threads.
 
 use crate::events::Happened;
+use crate::fetch::{Fetch, Next};
 use crate::options::Background;
 use crate::recording::Recording;
 use crate::vm::Vm;
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -23,8 +24,6 @@ const LOADERS: usize = 4;
 const STEP: u64 = 256 << 10;
 /// A VM without a fault for this long is idle.
 const IDLE: Duration = Duration::from_millis(5);
-/// The pauses before a failed read is repeated.
-const PAUSE: Duration = Duration::from_millis(100);
 /// The least priority but one (nice 19 would never run beside a busy VM).
 const NICE: i32 = 10;
 
@@ -84,13 +83,14 @@ fn replay(vm: &Vm, recording: &Recording) {
         vm.sample
             .choose(pages.filter_map(|offset| vm.regions.page_of(offset)));
     }
-    let blocks = blocks_of(vm, recording);
+    let pages = recording.offsets();
+    let blocks = Fetch::plan(vm, pages.filter_map(|offset| vm.regions.page_of(offset)));
     let next = AtomicUsize::new(0);
     let work = || {
         lower_priority();
         let mut buffer = Vec::new();
-        while let Some(pages) = blocks.get(next.fetch_add(1, Ordering::Relaxed)) {
-            if !load_block(vm, pages, &mut buffer) {
+        while let Some(block) = blocks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            if Fetch::bring_planned(vm, *block, &mut buffer) == Next::End {
                 return;
             }
         }
@@ -109,84 +109,6 @@ fn on_threads(vm: &Vm, count: usize, work: impl Fn() + Sync) {
     });
 }
 
-/// The recorded pages of each block of the source, in the order of the first touches.
-fn blocks_of(vm: &Vm, recording: &Recording) -> Vec<Vec<u64>> {
-    let mut blocks: Vec<Vec<u64>> = Vec::new();
-    let mut places = HashMap::new();
-    let block_bytes = vm.source.block();
-    for page in recording
-        .offsets()
-        .filter_map(|offset| vm.regions.page_of(offset))
-    {
-        let first = vm.regions.block_of(page, block_bytes).start;
-        let at = *places.entry(first).or_insert_with(|| {
-            blocks.push(Vec::new());
-            blocks.len() - 1
-        });
-        blocks[at].push(page);
-    }
-    for pages in &mut blocks {
-        pages.sort_unstable();
-        pages.dedup();
-    }
-    blocks
-}
-
-/// Loads pages of one block, sorted. Returns false once the VM has ended.
-fn load_block(vm: &Vm, pages: &[u64], buffer: &mut Vec<u8>) -> bool {
-    let wanted =
-        |page: &&u64| !vm.shared.placed().test(**page) && !vm.shared.removed().test(**page);
-    let (Some(first), Some(last)) = (pages.iter().find(wanted), pages.iter().rfind(wanted)) else {
-        return true;
-    };
-    if !read(vm, &(*first..last + 1), buffer) {
-        return false;
-    }
-    let at = |page: u64| ((page - first) * vm.regions.page_bytes()) as usize;
-    let placed: Vec<u64> = pages
-        .iter()
-        .copied()
-        .filter(|page| (*first..=*last).contains(page))
-        .filter(|&page| !vm.sample.keep(page, &buffer[at(page)..at(page + 1)]))
-        .collect();
-    for run in placed.chunk_by(|a, b| a + 1 == *b) {
-        let run = run[0]..run[run.len() - 1] + 1;
-        match vm.place_all(run.clone(), Some(&buffer[at(run.start)..at(run.end)])) {
-            Some(fresh) => vm.figures.replayed(fresh),
-            None => return false,
-        }
-    }
-    true
-}
-
-/// Reads pages until that works. Returns false once the VM has ended.
-fn read(vm: &Vm, pages: &Range<u64>, buffer: &mut Vec<u8>) -> bool {
-    let (_, offset) = vm.regions.place_of(pages.start);
-    buffer.resize(
-        ((pages.end - pages.start) * vm.regions.page_bytes()) as usize,
-        0,
-    );
-    while !vm.stop.is_asked() {
-        match vm.source.read(offset, buffer) {
-            Ok(()) => return true,
-            // A page that nobody waits for is no loss: the VM's own faults decide.
-            Err(_) => pause(vm, PAUSE),
-        }
-    }
-    false
-}
-
-fn pause(vm: &Vm, time: Duration) {
-    let deadline = Instant::now() + time;
-    while !vm.stop.is_asked() {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            break;
-        }
-        std::thread::sleep(left.min(Duration::from_millis(20)));
-    }
-}
-
 /// Loads all pages, as the request says.
 fn load_all(vm: &Vm) {
     let rate = match vm.restore.background {
@@ -194,6 +116,7 @@ fn load_all(vm: &Vm) {
         Background::Idle => None,
         Background::Rate(rate) => Some(rate.get() as f64),
     };
+    let block_bytes = vm.source.block();
     let step_pages = (STEP / vm.regions.page_bytes()).max(1);
     let (next, loaded, began) = (AtomicU64::new(0), AtomicU64::new(0), Instant::now());
     on_threads(vm, LOADERS, || {
@@ -207,18 +130,32 @@ fn load_all(vm: &Vm) {
                 return;
             }
             while page < end {
-                let block = vm.regions.block_of(page, STEP);
+                let block = vm.regions.block_of(page, block_bytes);
                 let run = missing_run(vm, page..block.end.min(end));
                 page = run.end;
-                let pace = |len| match rate {
-                    Some(rate) => {
-                        let before = loaded.fetch_add(len, Ordering::Relaxed);
-                        let due = Duration::from_secs_f64(before as f64 / rate);
-                        pause(vm, due.saturating_sub(began.elapsed()));
+                if run.is_empty() {
+                    continue;
+                }
+                let len = (run.end - run.start) * vm.regions.page_bytes();
+                let (_, offset) = vm.regions.place_of(run.start);
+                let next = if vm.source.is_zero(offset, len) {
+                    let placed = vm.place_all(run, None);
+                    placed.map_or(Next::End, |fresh| {
+                        vm.figures.loaded(fresh);
+                        Next::Go
+                    })
+                } else {
+                    match rate {
+                        Some(rate) => {
+                            let before = loaded.fetch_add(len, Ordering::Relaxed);
+                            let due = Duration::from_secs_f64(before as f64 / rate);
+                            let _ = vm.pause(due.saturating_sub(began.elapsed()));
+                        }
+                        None => wait_idle(vm),
                     }
-                    None => wait_idle(vm),
+                    Fetch::bring_ahead(vm, run, &mut buffer)
                 };
-                if !run.is_empty() && !load(vm, run, &mut buffer, pace) {
+                if next == Next::End {
                     return;
                 }
             }
@@ -228,30 +165,9 @@ fn load_all(vm: &Vm) {
 
 /// Waits until the VM has no fault for a while.
 fn wait_idle(vm: &Vm) {
-    while !vm.stop.is_asked() && (vm.jobs.waiting() > 0 || vm.idle_for() < IDLE) {
+    while !vm.stop.is_asked() && (vm.fetch.waiting() > 0 || vm.idle_for() < IDLE) {
         std::thread::sleep(Duration::from_millis(1));
     }
-}
-
-/// Loads pages of one region. `pace` waits before a read of so many bytes. Returns false once the
-/// VM has ended.
-fn load(vm: &Vm, run: Range<u64>, buffer: &mut Vec<u8>, pace: impl Fn(u64)) -> bool {
-    let (_, offset) = vm.regions.place_of(run.start);
-    let len = (run.end - run.start) * vm.regions.page_bytes();
-    let contents = if vm.source.is_zero(offset, len) {
-        None
-    } else {
-        pace(len);
-        if !read(vm, &run, buffer) {
-            return false;
-        }
-        Some(&buffer[..])
-    };
-    let placed = vm.place_all(run, contents);
-    if let Some(fresh) = placed {
-        vm.figures.loaded(fresh);
-    }
-    placed.is_some()
 }
 
 /// The first run of missing pages in `pages`; empty, and at the end, if there is none.

@@ -7,8 +7,8 @@
 use crate::background;
 use crate::directory::{Directory, Memory, Record};
 use crate::events::{Events, Happened};
+use crate::fetch::Fetch;
 use crate::handshake::{Handshake, HandshakeError};
-use crate::jobs::Jobs;
 use crate::name::Name;
 use crate::options::{OnLoss, Restore};
 use crate::pager::{Keeper, RestoreError};
@@ -198,7 +198,7 @@ impl Entry {
             common.directory.clone(),
             common.events.clone(),
         ));
-        Jobs::start(&vm)?;
+        Fetch::start(&vm)?;
         recover(&vm, &mut ring);
         vm.recover_touches();
         wake_all(&vm);
@@ -226,7 +226,7 @@ impl Entry {
                 let mut state = locked(&self.state);
                 if matches!(*state, State::Leaving) {
                     drop(state);
-                    vm.jobs.close();
+                    vm.fetch.close();
                     self.leave();
                     return;
                 }
@@ -431,7 +431,7 @@ impl Entry {
             self.common.events.clone(),
         );
         let vm = Arc::new(vm);
-        Jobs::start(&vm).map_err(|why| cannot("a thread for reads", &why))?;
+        Fetch::start(&vm).map_err(|why| cannot("a thread for reads", &why))?;
         Ok((vm, ring))
     }
 

@@ -5,7 +5,7 @@
 //! The thread itself never waits for a source.
 
 use crate::answer::Placed;
-use crate::jobs::Jobs;
+use crate::fetch::Fetch;
 use crate::shared::Ring;
 use crate::source::SourceError;
 use crate::timeline::Came;
@@ -47,7 +47,7 @@ struct Fault {
 /// Serves a VM until it or the pager ends.
 pub(crate) fn serve(vm: &Arc<Vm>, ring: &mut Ring) -> End {
     let end = run(vm, ring);
-    vm.jobs.close();
+    vm.fetch.close();
     if vm.released.load(Ordering::Acquire) {
         drain(vm, ring);
     }
@@ -197,12 +197,12 @@ fn answer(vm: &Arc<Vm>, fault: &Fault, buffer: &mut Vec<u8>) -> Placed {
             }
             Ok(None) => {
                 vm.touched(page);
-                Jobs::add(vm, page, fault.arrived);
+                Fetch::add(vm, page, fault.arrived);
                 return Placed::All;
             }
             Err(why) => {
                 vm.source_failed(&why);
-                Jobs::add(vm, page, fault.arrived);
+                Fetch::add(vm, page, fault.arrived);
                 return Placed::All;
             }
         }

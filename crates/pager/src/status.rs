@@ -153,7 +153,7 @@ impl VmStatus {
             sampled,
             sampled_touched,
             background: figures.background.get(),
-            waiting: vm.jobs.waiting() as u64,
+            waiting: vm.fetch.waiting() as u64,
             source_errors: figures.source_errors.get(),
             repeated: figures.repeated.get(),
             zero_faults: latency(Came::Zero),

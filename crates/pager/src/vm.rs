@@ -3,8 +3,8 @@
 use crate::answer::Placed;
 use crate::directory::Directory;
 use crate::events::{Events, Happened};
+use crate::fetch::{Fetch, Next};
 use crate::figures::Figures;
-use crate::jobs::Jobs;
 use crate::name::Name;
 use crate::options::{OnLoss, Restore};
 use crate::regions::Regions;
@@ -19,13 +19,17 @@ use rustix::io::Errno;
 use rustix::process::Signal;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// The bytes that come with a touched page if they are at hand. 16 KiB save three faults in four of
-/// a VM that uses its memory in parts, and cost one that does not four times its memory.
-const AROUND: u64 = 16 << 10;
+/// The bytes that come with a touched page if they are at hand: a block of the first length, or of
+/// the second for a VM that touches its memory in long runs. 16 KiB cost a VM without any runs four
+/// times its memory.
+const SHORT: u64 = 16 << 10;
+const LONG: u64 = 32 << 10;
+/// The touches after which this is decided anew.
+const TOUCHES: u32 = 64;
 /// The pauses before a call is repeated: a removal is read at once, and memory comes back slowly.
 const CHANGE: Duration = Duration::from_micros(50);
 const REFUSAL: Duration = Duration::from_millis(10);
@@ -73,13 +77,14 @@ pub(crate) struct Vm {
     /// Shared while pages are placed, exclusive while messages are read and removals recorded: see
     /// `answer`.
     pub(crate) gate: RwLock<()>,
-    pub(crate) jobs: Jobs,
+    pub(crate) fetch: Fetch,
     pub(crate) figures: Figures,
     pub(crate) sample: Sample,
     /// The reason why a page cannot be read, while that is so.
     loss: Mutex<Option<String>>,
     /// Pages in the order of their first touches.
     touched: Mutex<Vec<u64>>,
+    run: Run,
     pub(crate) survival: Survival,
     pub(crate) stop: Arc<Stop>,
     /// Whether its memory needs no pager any more. It is set before `stop` is asked.
@@ -116,11 +121,12 @@ impl Vm {
             source,
             shared,
             gate: RwLock::new(()),
-            jobs: Jobs::default(),
+            fetch: Fetch::default(),
             figures: Figures::new(),
             sample: Sample::default(),
             loss: Mutex::new(None),
             touched: Mutex::default(),
+            run: Run::default(),
             survival,
             stop,
             released: AtomicBool::new(false),
@@ -136,6 +142,11 @@ impl Vm {
     pub(crate) fn touched(&self, page: u64) {
         let now = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
         self.last_fault.store(now, Ordering::Relaxed);
+        let here = self.regions.block_of(page, self.run.bytes());
+        let there = |page| self.shared.placed().test(page);
+        let before = here.start > 0 && there(here.start - 1);
+        self.run
+            .touched(before || here.end < self.regions.pages() && there(here.end));
         if self.restore.replay.is_some() {
             self.sample.touched(page);
         }
@@ -197,6 +208,19 @@ impl Vm {
         }
     }
 
+    /// Waits, unless the VM or the pager ends before.
+    pub(crate) fn pause(&self, time: Duration) -> Next {
+        let deadline = Instant::now() + time;
+        while !self.stop.is_asked() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Next::Go;
+            }
+            std::thread::sleep(left.min(Duration::from_millis(20)));
+        }
+        Next::End
+    }
+
     /// The reason why a page cannot be read now.
     pub(crate) fn loss(&self) -> Option<String> {
         locked(&self.loss).clone()
@@ -254,13 +278,47 @@ impl Vm {
     /// The pages that come with `page`: its neighbours, within `limit`. While touches are recorded
     /// it comes alone, since a touch of a page that is there is not seen.
     pub(crate) fn around(&self, page: u64, limit: &Range<u64>) -> Range<u64> {
-        let bytes = if self.restore.record.is_some() {
-            0
-        } else {
-            AROUND
+        let bytes = match self.restore.record {
+            Some(_) => 0,
+            None => self.run.bytes(),
         };
         let around = self.regions.block_of(page, bytes);
         around.start.max(limit.start)..around.end.min(limit.end)
+    }
+}
+
+/// The length of what comes with a touched page.
+///
+/// **Mechanism.** A touch beside pages that are there belongs to a run that is longer than what
+/// came. The length changes if more than half of the touches do, or less than a quarter.
+#[derive(Debug, Default)]
+struct Run {
+    is_long: AtomicBool,
+    touches: AtomicU32,
+    beside: AtomicU32,
+}
+
+impl Run {
+    fn bytes(&self) -> u64 {
+        match self.is_long.load(Ordering::Relaxed) {
+            true => LONG,
+            false => SHORT,
+        }
+    }
+
+    /// Only the thread that reads messages calls it.
+    fn touched(&self, beside: bool) {
+        self.beside.fetch_add(beside.into(), Ordering::Relaxed);
+        if self.touches.fetch_add(1, Ordering::Relaxed) + 1 < TOUCHES {
+            return;
+        }
+        self.touches.store(0, Ordering::Relaxed);
+        let beside = self.beside.swap(0, Ordering::Relaxed);
+        if beside > TOUCHES / 2 {
+            self.is_long.store(true, Ordering::Relaxed);
+        } else if beside < TOUCHES / 4 {
+            self.is_long.store(false, Ordering::Relaxed);
+        }
     }
 }
 

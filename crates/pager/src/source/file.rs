@@ -284,7 +284,9 @@ fn sum_at(file: &File, at: u64) -> io::Result<u32> {
 /// Samples at equal distances in the data of a file.
 fn first_samples(file: &File, extents: &[(u64, u64)]) -> io::Result<Vec<(u64, u32)>> {
     let data: u64 = extents.iter().map(|(start, end)| end - start).sum();
-    let step = (data / FIRST_SAMPLES).next_multiple_of(SAMPLE as u64).max(SAMPLE as u64);
+    let step = (data / FIRST_SAMPLES)
+        .next_multiple_of(SAMPLE as u64)
+        .max(SAMPLE as u64);
     let (mut places, mut before, mut next) = (Vec::new(), 0, 0);
     for (start, end) in extents {
         let len = end - start;

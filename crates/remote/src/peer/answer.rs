@@ -77,14 +77,12 @@ pub fn answer(stream: &mut impl Limited, shares: &Shares) -> Result<(), PeerErro
                 Code::Malformed,
                 "no file is open: open one first".to_owned(),
             )),
-            (Kind::Extents, Some(file)) => {
-                file.extents().map_err(refusal).map(|extents| {
-                    let first = extents.partition_point(|&(_, end)| end <= request.offset);
-                    let extents = extents[first..].iter().take(request.len as usize);
-                    let clipped = |&(start, end): &(u64, u64)| (start.max(request.offset), end);
-                    frame.extend(encode_extents(&extents.map(clipped).collect::<Vec<_>>()));
-                })
-            }
+            (Kind::Extents, Some(file)) => file.extents().map_err(refusal).map(|extents| {
+                let first = extents.partition_point(|&(_, end)| end <= request.offset);
+                let extents = extents[first..].iter().take(request.len as usize);
+                let clipped = |&(start, end): &(u64, u64)| (start.max(request.offset), end);
+                frame.extend(encode_extents(&extents.map(clipped).collect::<Vec<_>>()));
+            }),
             (Kind::Read, Some(file)) => read(file, &request, &mut frame),
         };
         reply(

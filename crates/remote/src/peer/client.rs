@@ -35,7 +35,9 @@ const LEAST_BLOCK: u64 = 32 << 10;
 const MOST_BLOCK: u64 = 128 << 10;
 /// The bytes a second of which each of 16 connections carries its part: 1 Gbit/s.
 const RATE: f64 = 125e6;
-/// A read up to this length brings a whole block.
+/// The bytes of a page.
+const PAGE: u64 = 4096;
+/// A read up to this length that is no page brings a whole block.
 const SMALL: usize = 16 << 10;
 /// The bytes of blocks that are kept.
 const KEPT: u64 = 8 << 20;
@@ -365,10 +367,13 @@ impl Source for PeerSource {
             return Err(self.short(end));
         }
         // A block for faults, or a small part such as that of an index: others will ask for its
-        // neighbours. All else is exact already, as a replay and a packed chunk are.
+        // neighbours. All else is exact already, as the pages of a replay and a packed chunk are.
         let is_block = offset.is_multiple_of(self.block)
             && buffer.len() as u64 == self.block.min(self.opened.bytes - offset);
-        if !is_block && buffer.len() > SMALL {
+        let is_pages = [offset, buffer.len() as u64]
+            .iter()
+            .all(|at| at % PAGE == 0);
+        if !is_block && (is_pages || buffer.len() > SMALL) {
             return match self.kept.read_now(offset, buffer) {
                 true => Ok(()),
                 false => self.fetch(offset, buffer),

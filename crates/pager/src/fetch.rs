@@ -1,0 +1,356 @@
+//! The reads of a VM: those that its faults wait for, and those ahead of them.
+//!
+//! **Guarantee.** A fault never waits for the read of another block, as long as fewer than
+//! [`THREADS`] of its VM are under way. A block is read by one thread at a time, and its faults and
+//! its recorded pages share that read. No fault is lost: each is in `blocks` until its page is
+//! placed.
+//!
+//! **Mechanism.** Faults queue their block. One thread takes blocks from the queue, and others come
+//! when it grows and go when it is empty. Threads that read ahead take blocks from a plan, or bring
+//! their own. A fault takes its block out of the plan, so nothing is read twice.
+//!
+//! **Neighbours.** `serve` queues the faults, `background` reads ahead.
+
+use crate::answer::Placed;
+use crate::timeline::Came;
+use crate::vm::{Vm, locked};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The most reads at once that faults of one VM wait for.
+pub(crate) const THREADS: usize = 16;
+/// The time after which a thread without work ends.
+const IDLE: Duration = Duration::from_secs(5);
+/// The pauses before a failed read is repeated.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LAST_PAUSE: Duration = Duration::from_secs(1);
+/// The pause before a read ahead is repeated, and between looks at a block that another thread
+/// reads.
+const AHEAD_PAUSE: Duration = Duration::from_millis(100);
+const LOOK: Duration = Duration::from_millis(1);
+/// The faults of a VM that wait are bounded by its threads. This bounds a VMM that lies.
+const MAX_WAITING: usize = 1 << 20;
+
+/// The reads of a VM. A block has the number of its first page.
+#[derive(Debug, Default)]
+pub(crate) struct Fetch {
+    queue: Mutex<Queue>,
+    ready: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    /// The blocks that faults wait for and nobody reads.
+    asked: VecDeque<u64>,
+    /// Blocks whose read has failed, with the time of the next try.
+    later: Vec<(Instant, u64)>,
+    /// All blocks that are asked for or read.
+    blocks: BTreeMap<u64, Block>,
+    /// The recorded pages of blocks that nobody has asked for, sorted.
+    planned: HashMap<u64, Vec<u64>>,
+    faults: usize,
+    threads: usize,
+    sleeping: usize,
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct Block {
+    /// The pages that are read.
+    pages: Range<u64>,
+    /// Pages and the arrivals of their faults.
+    faults: Vec<(u64, Instant)>,
+    /// The pages that are placed without a fault.
+    ahead: Vec<u64>,
+    came: Came,
+    pause: Duration,
+}
+
+impl Block {
+    fn new(pages: Range<u64>, ahead: Vec<u64>, came: Came) -> Self {
+        Self {
+            pages,
+            faults: Vec::new(),
+            ahead,
+            came,
+            pause: FIRST_PAUSE,
+        }
+    }
+}
+
+/// Whether there is nothing to do any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    Go,
+    /// The VM or the pager has ended.
+    End,
+}
+
+impl Fetch {
+    /// Starts the thread that stays as long as the VM.
+    pub(crate) fn start(vm: &Arc<Vm>) -> io::Result<()> {
+        locked(&vm.fetch.queue).threads = 1;
+        Self::spawn(vm)
+    }
+
+    fn spawn(vm: &Arc<Vm>) -> io::Result<()> {
+        let own = vm.clone();
+        let thread = std::thread::Builder::new().name(format!("read-{}", vm.name));
+        let work = move || {
+            let mut buffer = Vec::new();
+            while let Some(first) = own.fetch.next() {
+                bring(&own, first, &mut buffer);
+            }
+        };
+        thread.spawn(work).map(drop)
+    }
+
+    /// Queues a fault on a page whose bytes are not at hand.
+    pub(crate) fn add(vm: &Arc<Vm>, page: u64, arrived: Instant) {
+        let whole = vm.regions.block_of(page, vm.source.block());
+        let first = whole.start;
+        let mut queue = locked(&vm.fetch.queue);
+        if queue.closed || queue.faults >= MAX_WAITING {
+            return;
+        }
+        queue.faults += 1;
+        if let Some(block) = queue.blocks.get_mut(&first) {
+            block.faults.push((page, arrived));
+            return;
+        }
+        let recorded = queue.planned.remove(&first).unwrap_or_default();
+        // What the recording has of a block is what the VM needs of it.
+        let pages = match (recorded.first(), recorded.last()) {
+            (Some(first), Some(last)) => page.min(*first)..page.max(*last) + 1,
+            _ => whole,
+        };
+        let mut block = Block::new(pages, recorded, Came::Replayed);
+        block.faults.push((page, arrived));
+        queue.blocks.insert(first, block);
+        queue.asked.push_back(first);
+        if queue.sleeping >= queue.asked.len() {
+            drop(queue);
+            vm.fetch.ready.notify_one();
+        } else if queue.threads < THREADS {
+            queue.threads += 1;
+            drop(queue);
+            if Self::spawn(vm).is_err() {
+                // The others take the block.
+                locked(&vm.fetch.queue).threads -= 1;
+            }
+        }
+    }
+
+    /// The faults that wait for a read.
+    pub(crate) fn waiting(&self) -> usize {
+        locked(&self.queue).faults
+    }
+
+    /// Ends all threads, once their reads are over.
+    pub(crate) fn close(&self) {
+        locked(&self.queue).closed = true;
+        self.ready.notify_all();
+    }
+
+    /// Plans pages to be read ahead. Returns their blocks, in the order of the pages.
+    pub(crate) fn plan(vm: &Vm, pages: impl Iterator<Item = u64>) -> Vec<u64> {
+        let block_bytes = vm.source.block();
+        let mut planned: HashMap<u64, Vec<u64>> = HashMap::new();
+        let mut order = Vec::new();
+        for page in pages {
+            let first = vm.regions.block_of(page, block_bytes).start;
+            let pages = planned.entry(first).or_default();
+            if pages.is_empty() {
+                order.push(first);
+            }
+            pages.push(page);
+        }
+        for pages in planned.values_mut() {
+            pages.sort_unstable();
+            pages.dedup();
+        }
+        locked(&vm.fetch.queue).planned = planned;
+        order
+    }
+
+    /// Brings what is planned of a block, unless a fault has taken it over.
+    pub(crate) fn bring_planned(vm: &Vm, first: u64, buffer: &mut Vec<u8>) -> Next {
+        let wanted =
+            |page: &u64| !vm.shared.placed().test(*page) && !vm.shared.removed().test(*page);
+        let mut queue = locked(&vm.fetch.queue);
+        let mut pages = queue.planned.remove(&first).unwrap_or_default();
+        pages.retain(wanted);
+        let (Some(start), Some(last)) = (pages.first(), pages.last()) else {
+            return Next::Go;
+        };
+        let block = Block::new(*start..*last + 1, pages, Came::Replayed);
+        if let Some(asked) = queue.blocks.get_mut(&first) {
+            // Faults have asked for the whole block before the plan was made.
+            asked.ahead.extend(block.ahead);
+            return Next::Go;
+        }
+        queue.blocks.insert(first, block);
+        drop(queue);
+        bring(vm, first, buffer)
+    }
+
+    /// Brings pages of one block and one region that are missing.
+    pub(crate) fn bring_ahead(vm: &Vm, pages: Range<u64>, buffer: &mut Vec<u8>) -> Next {
+        let first = vm.regions.block_of(pages.start, vm.source.block()).start;
+        let mut queue = locked(&vm.fetch.queue);
+        while queue.blocks.contains_key(&first) {
+            drop(queue);
+            std::thread::sleep(LOOK);
+            queue = locked(&vm.fetch.queue);
+            if queue.closed {
+                return Next::End;
+            }
+        }
+        let block = Block::new(pages.clone(), pages.collect(), Came::Background);
+        queue.blocks.insert(first, block);
+        drop(queue);
+        bring(vm, first, buffer)
+    }
+
+    /// Waits for a block that faults have asked for. `None` if the thread has to end.
+    fn next(&self) -> Option<u64> {
+        let mut queue = locked(&self.queue);
+        let idle_since = Instant::now();
+        loop {
+            let now = Instant::now();
+            // One thread stays.
+            let may_go = queue.threads > 1 && now.duration_since(idle_since) >= IDLE;
+            while let Some(due) = queue.later.iter().position(|(at, _)| *at <= now) {
+                let (_, first) = queue.later.swap_remove(due);
+                queue.asked.push_back(first);
+            }
+            if !queue.closed
+                && let Some(first) = queue.asked.pop_front()
+            {
+                return Some(first);
+            }
+            if queue.closed || may_go {
+                queue.threads -= 1;
+                return None;
+            }
+            let soonest = queue.later.iter().map(|(at, _)| *at).min();
+            let until = soonest.map_or(IDLE, |at| at.duration_since(now).min(IDLE));
+            queue.sleeping += 1;
+            let woken = self.ready.wait_timeout(queue, until);
+            (queue, _) = woken.unwrap_or_else(PoisonError::into_inner);
+            queue.sleeping -= 1;
+        }
+    }
+
+    /// The pages to read of a block that is this thread's.
+    fn pages_of(&self, first: u64) -> Range<u64> {
+        locked(&self.queue).blocks[&first].pages.clone()
+    }
+
+    /// Takes a block that was read. Faults on pages beside those that were read are asked again.
+    fn finish(&self, vm: &Vm, first: u64, read: &Range<u64>) -> Block {
+        let mut queue = locked(&self.queue);
+        let mut block = queue.blocks.remove(&first).expect("it is this thread's");
+        let (here, beside): (Vec<_>, Vec<_>) = block
+            .faults
+            .drain(..)
+            .partition(|(page, _)| read.contains(page));
+        queue.faults -= here.len();
+        block.faults = here;
+        if !beside.is_empty() {
+            let whole = vm.regions.block_of(first, vm.source.block());
+            let mut again = Block::new(whole, Vec::new(), block.came);
+            again.faults = beside;
+            queue.blocks.insert(first, again);
+            queue.asked.push_back(first);
+            drop(queue);
+            self.ready.notify_one();
+        }
+        block
+    }
+
+    /// Notes a failed read. Returns whether the thread itself has to try again: nobody waits.
+    fn fail(&self, first: u64) -> bool {
+        let mut queue = locked(&self.queue);
+        let block = queue.blocks.get_mut(&first).expect("it is this thread's");
+        if block.faults.is_empty() {
+            return true;
+        }
+        let next = (Instant::now() + block.pause, first);
+        block.pause = (block.pause * 2).min(LAST_PAUSE);
+        queue.later.push(next);
+        drop(queue);
+        // Its threads may all sleep for longer.
+        self.ready.notify_one();
+        false
+    }
+}
+
+/// Reads a block that is this thread's, answers its faults, and places the pages ahead. A failed
+/// read that faults wait for goes back to the queue.
+fn bring(vm: &Vm, first: u64, buffer: &mut Vec<u8>) -> Next {
+    let page_bytes = vm.regions.page_bytes();
+    let pages = vm.fetch.pages_of(first);
+    let (_, offset) = vm.regions.place_of(pages.start);
+    buffer.resize(((pages.end - pages.start) * page_bytes) as usize, 0);
+    while let Err(why) = vm.source.read(offset, buffer) {
+        if !vm.fetch.fail(first) {
+            vm.source_failed(&why);
+            return Next::Go;
+        }
+        // A page that nobody waits for is no loss: the VM's own faults decide.
+        if vm.pause(AHEAD_PAUSE) == Next::End {
+            return Next::End;
+        }
+    }
+    let block = vm.fetch.finish(vm, first, &pages);
+    let part = |run: &Range<u64>| {
+        let at = |page: u64| ((page - pages.start) * page_bytes) as usize;
+        &buffer[at(run.start)..at(run.end)]
+    };
+    if !block.faults.is_empty() {
+        vm.source_works();
+    }
+    for (page, arrived) in block.faults {
+        let around = vm.around(page, &pages);
+        let Some(fresh) = vm.place_all(around.clone(), Some(part(&around))) else {
+            return Next::End;
+        };
+        vm.figures.neighbours.add(fresh.saturating_sub(1));
+        if !settle(vm, page) {
+            return Next::End;
+        }
+        vm.figures.answered(Came::Read, arrived.elapsed());
+    }
+    let mut ahead = block.ahead;
+    ahead.retain(|page| pages.contains(page));
+    if block.came == Came::Replayed {
+        ahead.retain(|&page| !vm.sample.keep(page, part(&(page..page + 1))));
+    }
+    for run in ahead.chunk_by(|a, b| a + 1 == *b) {
+        let run = run[0]..run[run.len() - 1] + 1;
+        match vm.place_all(run.clone(), Some(part(&run))) {
+            Some(fresh) if block.came == Came::Replayed => vm.figures.replayed(fresh),
+            Some(fresh) => vm.figures.loaded(fresh),
+            None => return Next::End,
+        }
+    }
+    Next::Go
+}
+
+/// Answers a fault whose page was given back after it was asked for, or was there before.
+fn settle(vm: &Vm, page: u64) -> bool {
+    let again = loop {
+        match vm.place_removed(page) {
+            Placed::All => break true,
+            Placed::Gone => break false,
+            _ if vm.stop.is_asked() => break false,
+            _ => std::thread::sleep(Duration::from_micros(50)),
+        }
+    };
+    vm.wake(page);
+    again
+}
