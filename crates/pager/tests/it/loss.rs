@@ -2,7 +2,7 @@
 
 use crate::scene::{Scene, config, data_pages, pages, verify, write_memory};
 use pageferry_pager::{OnLoss, Phase};
-use pageferry_testkit::firecracker::{Double, Fields, Task};
+use pageferry_testkit::firecracker::{Double, Fields, PAGE_BYTES, Task};
 use pageferry_testkit::wait_until;
 use rustix::process::Signal;
 use std::fs::File;
@@ -108,4 +108,46 @@ fn a_vm_of_a_changed_file_is_paused() {
         .pager
         .end(&crate::scene::name("vm"), true)
         .expect("killed");
+}
+
+/// Times are no evidence: `--on-loss kill` kills for bytes.
+#[test]
+fn a_touch_of_the_file_kills_no_vm() {
+    let scene = Scene::new("touched", config(21));
+    let mut request = scene.request();
+    request.on_loss = OnLoss::Kill;
+    let Some(mut double) = scene.serve(&request, Fields::Both) else {
+        return;
+    };
+    let file = File::options().write(true).open(scene.memory());
+    let epoch = std::time::SystemTime::UNIX_EPOCH;
+    let touched = file.and_then(|file| file.set_modified(epoch));
+    touched.expect("the time of the file");
+    verify(&mut double);
+    assert_eq!(scene.vm().source_errors, 0);
+    assert!(double.quit().success());
+    scene.assert_ended();
+}
+
+/// A map of holes is as old as its file was then.
+#[test]
+fn a_hole_of_a_file_that_was_filled_since_is_no_zero() {
+    let scene = Scene::new("filled", config(22));
+    let data: Vec<_> = data_pages(&scene.config).collect();
+    let file = File::create(scene.memory()).expect("a file");
+    let size = pages(&scene.config) * PAGE_BYTES;
+    file.set_len(size).expect("a hole");
+    let half = size / 2;
+    file.write_all_at(&vec![7; half as usize], half)
+        .expect("data");
+    let mut request = scene.request();
+    request.on_loss = OnLoss::Kill;
+    let Some(mut double) = scene.serve(&request, Fields::Both) else {
+        return;
+    };
+    file.write_all_at(&[7; 4096], 8 * PAGE_BYTES)
+        .expect("written");
+    double.begin_last(Task::Read(data[0]));
+    assert_eq!(double.wait().signal(), Some(Signal::KILL.as_raw()));
+    scene.assert_ended();
 }

@@ -155,3 +155,39 @@ fn a_recording_outlives_a_kill_of_the_pager() {
     let expected: Vec<_> = before.iter().chain(behind.iter().rev()).copied().collect();
     assert_eq!(recorded, expected);
 }
+
+/// Faults on recorded pages wait for the read of the replay, or take the block out of its plan.
+#[test]
+fn a_block_that_is_replayed_is_read_once() {
+    let mut scene = Scene::new("once", config(34));
+    let path = scene.scratch.path("recording");
+    let data: Vec<_> = data_pages(&scene.config).collect();
+    let recording = Recording::of(data.iter().map(|page| page * PAGE_BYTES));
+    recording.save(&path).expect("a file");
+    let left = Arc::new(AtomicUsize::new(usize::MAX));
+    let settings = slow(&scene, Duration::from_millis(20), left.clone());
+    drop(scene.pager);
+    scene.pager = Pager::start(settings).expect("a pager");
+    let mut request = Restore::new("slow://memory", scene.scratch.path("socket"));
+    request.replay = Some(path);
+    let Some(mut double) = scene.serve(&request, Fields::Both) else {
+        return;
+    };
+    let (proof, blocks) = (1, pages(&scene.config) / 16);
+    // Against the order of the replay.
+    for page in data.iter().rev() {
+        double.perform(Task::Read(*page));
+    }
+    wait_until("the end of the replay", || {
+        let vm = scene.vm();
+        vm.resident + vm.sampled - vm.sampled_touched >= data.len() as u64
+    });
+    let reads = usize::MAX - left.load(Ordering::Acquire);
+    assert!(
+        reads as u64 <= proof + blocks,
+        "{reads} reads, {blocks} blocks"
+    );
+    assert!(scene.vm().replayed > 0);
+    assert!(double.quit().success());
+    scene.assert_ended();
+}
