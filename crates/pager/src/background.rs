@@ -11,6 +11,7 @@
 use crate::events::Happened;
 use crate::fetch::{Fetch, Next};
 use crate::options::Background;
+use crate::pool::on_threads;
 use crate::recording::Recording;
 use crate::vm::Vm;
 use std::ops::Range;
@@ -24,8 +25,6 @@ const LOADERS: usize = 4;
 const STEP: u64 = 256 << 10;
 /// A VM without a fault for this long is idle.
 const IDLE: Duration = Duration::from_millis(5);
-/// The least priority but one (nice 19 would never run beside a busy VM).
-const NICE: i32 = 10;
 
 /// Starts loading, if there is something to load. Without the recording of a restore it is read
 /// again.
@@ -69,12 +68,6 @@ fn tell(vm: &Vm, happened: Happened) {
     }
 }
 
-fn lower_priority() {
-    let own = rustix::thread::gettid();
-    // Without the right to, it runs beside the others.
-    let _ = rustix::process::setpriority_process(Some(own), NICE);
-}
-
 /// Loads the pages of a recording.
 fn replay(vm: &Vm, recording: &Recording) {
     // A larger page says little about others, and costs much.
@@ -87,7 +80,6 @@ fn replay(vm: &Vm, recording: &Recording) {
     let blocks = Fetch::plan(vm, pages.filter_map(|offset| vm.regions.page_of(offset)));
     let next = AtomicUsize::new(0);
     let work = || {
-        lower_priority();
         let mut buffer = Vec::new();
         while let Some(block) = blocks.get(next.fetch_add(1, Ordering::Relaxed)) {
             if Fetch::bring_planned(vm, *block, &mut buffer) == Next::End {
@@ -95,18 +87,7 @@ fn replay(vm: &Vm, recording: &Recording) {
             }
         }
     };
-    on_threads(vm, vm.source.reads().min(blocks.len()), work);
-}
-
-/// Does `work` on several threads, and waits for them. Fewer do the same.
-fn on_threads(vm: &Vm, count: usize, work: impl Fn() + Sync) {
-    std::thread::scope(|scope| {
-        for _ in 1..count {
-            let thread = std::thread::Builder::new().name(format!("load-{}", vm.name));
-            let _ = thread.spawn_scoped(scope, &work);
-        }
-        work();
-    });
+    on_threads(&vm.name, vm.source.reads().min(blocks.len()), work);
 }
 
 /// Loads all pages, as the request says.
@@ -119,8 +100,7 @@ fn load_all(vm: &Vm) {
     let block_bytes = vm.source.block();
     let step_pages = (STEP / vm.regions.page_bytes()).max(1);
     let (next, loaded, began) = (AtomicU64::new(0), AtomicU64::new(0), Instant::now());
-    on_threads(vm, LOADERS, || {
-        lower_priority();
+    on_threads(&vm.name, LOADERS, || {
         let mut buffer = Vec::new();
         while !vm.stop.is_asked() {
             let first = next.fetch_add(step_pages, Ordering::Relaxed);

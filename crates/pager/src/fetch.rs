@@ -1,29 +1,25 @@
 //! The reads of a VM: those that its faults wait for, and those ahead of them.
 //!
 //! **Guarantee.** A fault never waits for the read of another block, as long as fewer than
-//! [`THREADS`] of its VM are under way. A block is read by one thread at a time, and its faults and
+//! [`THREADS`](crate::pool::THREADS) of its VM are under way. A block is read by one thread at a time, and its faults and
 //! its recorded pages share that read. No fault is lost: each is in `blocks` until its page is
 //! placed.
 //!
-//! **Mechanism.** Faults queue their block. One thread takes blocks from the queue, and others come
-//! when it grows and go when it is empty. Threads that read ahead take blocks from a plan, or bring
-//! their own. A fault takes its block out of the plan, so nothing is read twice.
+//! **Mechanism.** Faults queue their block in a pool. Threads that read ahead take blocks from a
+//! plan, or bring their own. A fault takes its block out of the plan, so nothing is read twice.
 //!
-//! **Neighbours.** `serve` queues the faults, `background` reads ahead.
+//! **Neighbours.** `serve` queues the faults, `background` reads ahead, `pool` has the threads.
 
 use crate::answer::Placed;
+use crate::pool::Pool;
 use crate::timeline::Came;
 use crate::vm::{Vm, locked};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// The most reads at once that faults of one VM wait for.
-pub(crate) const THREADS: usize = 16;
-/// The time after which a thread without work ends.
-const IDLE: Duration = Duration::from_secs(5);
 /// The pauses before a failed read is repeated.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
@@ -37,24 +33,17 @@ const MAX_WAITING: usize = 1 << 20;
 /// The reads of a VM. A block has the number of its first page.
 #[derive(Debug, Default)]
 pub(crate) struct Fetch {
-    queue: Mutex<Queue>,
-    ready: Condvar,
+    blocks: Mutex<Blocks>,
+    pool: Pool<u64>,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
-    /// The blocks that faults wait for and nobody reads.
-    asked: VecDeque<u64>,
-    /// Blocks whose read has failed, with the time of the next try.
-    later: Vec<(Instant, u64)>,
+struct Blocks {
     /// All blocks that are asked for or read.
-    blocks: BTreeMap<u64, Block>,
+    coming: HashMap<u64, Block>,
     /// The recorded pages of blocks that nobody has asked for, sorted.
     planned: HashMap<u64, Vec<u64>>,
     faults: usize,
-    threads: usize,
-    sleeping: usize,
-    closed: bool,
 }
 
 #[derive(Debug)]
@@ -92,8 +81,7 @@ pub(crate) enum Next {
 impl Fetch {
     /// Starts the thread that stays as long as the VM.
     pub(crate) fn start(vm: &Arc<Vm>) -> io::Result<()> {
-        locked(&vm.fetch.queue).threads = 1;
-        Self::spawn(vm)
+        vm.fetch.pool.start(|| Self::spawn(vm))
     }
 
     fn spawn(vm: &Arc<Vm>) -> io::Result<()> {
@@ -101,7 +89,7 @@ impl Fetch {
         let thread = std::thread::Builder::new().name(format!("read-{}", vm.name));
         let work = move || {
             let mut buffer = Vec::new();
-            while let Some(first) = own.fetch.next() {
+            while let Some(first) = own.fetch.pool.next() {
                 bring(&own, first, &mut buffer);
             }
         };
@@ -112,16 +100,16 @@ impl Fetch {
     pub(crate) fn add(vm: &Arc<Vm>, page: u64, arrived: Instant) {
         let whole = vm.regions.block_of(page, vm.source.block());
         let first = whole.start;
-        let mut queue = locked(&vm.fetch.queue);
-        if queue.closed || queue.faults >= MAX_WAITING {
+        let mut blocks = locked(&vm.fetch.blocks);
+        if blocks.faults >= MAX_WAITING {
             return;
         }
-        queue.faults += 1;
-        if let Some(block) = queue.blocks.get_mut(&first) {
+        blocks.faults += 1;
+        if let Some(block) = blocks.coming.get_mut(&first) {
             block.faults.push((page, arrived));
             return;
         }
-        let recorded = queue.planned.remove(&first).unwrap_or_default();
+        let recorded = blocks.planned.remove(&first).unwrap_or_default();
         // What the recording has of a block is what the VM needs of it.
         let pages = match (recorded.first(), recorded.last()) {
             (Some(first), Some(last)) => page.min(*first)..page.max(*last) + 1,
@@ -129,30 +117,19 @@ impl Fetch {
         };
         let mut block = Block::new(pages, recorded, Came::Replayed);
         block.faults.push((page, arrived));
-        queue.blocks.insert(first, block);
-        queue.asked.push_back(first);
-        if queue.sleeping >= queue.asked.len() {
-            drop(queue);
-            vm.fetch.ready.notify_one();
-        } else if queue.threads < THREADS {
-            queue.threads += 1;
-            drop(queue);
-            if Self::spawn(vm).is_err() {
-                // The others take the block.
-                locked(&vm.fetch.queue).threads -= 1;
-            }
-        }
+        blocks.coming.insert(first, block);
+        drop(blocks);
+        vm.fetch.pool.add(first, || Self::spawn(vm));
     }
 
     /// The faults that wait for a read.
     pub(crate) fn waiting(&self) -> usize {
-        locked(&self.queue).faults
+        locked(&self.blocks).faults
     }
 
-    /// Ends all threads, once their reads are over.
+    /// Ends the threads of the pool, once their reads are over.
     pub(crate) fn close(&self) {
-        locked(&self.queue).closed = true;
-        self.ready.notify_all();
+        self.pool.close();
     }
 
     /// Plans pages to be read ahead. Returns their blocks, in the order of the pages.
@@ -172,7 +149,7 @@ impl Fetch {
             pages.sort_unstable();
             pages.dedup();
         }
-        locked(&vm.fetch.queue).planned = planned;
+        locked(&vm.fetch.blocks).planned = planned;
         order
     }
 
@@ -180,111 +157,75 @@ impl Fetch {
     pub(crate) fn bring_planned(vm: &Vm, first: u64, buffer: &mut Vec<u8>) -> Next {
         let wanted =
             |page: &u64| !vm.shared.placed().test(*page) && !vm.shared.removed().test(*page);
-        let mut queue = locked(&vm.fetch.queue);
-        let mut pages = queue.planned.remove(&first).unwrap_or_default();
+        let mut blocks = locked(&vm.fetch.blocks);
+        let mut pages = blocks.planned.remove(&first).unwrap_or_default();
         pages.retain(wanted);
         let (Some(start), Some(last)) = (pages.first(), pages.last()) else {
             return Next::Go;
         };
         let block = Block::new(*start..*last + 1, pages, Came::Replayed);
-        if let Some(asked) = queue.blocks.get_mut(&first) {
+        if let Some(asked) = blocks.coming.get_mut(&first) {
             // Faults have asked for the whole block before the plan was made.
             asked.ahead.extend(block.ahead);
             return Next::Go;
         }
-        queue.blocks.insert(first, block);
-        drop(queue);
+        blocks.coming.insert(first, block);
+        drop(blocks);
         bring(vm, first, buffer)
     }
 
     /// Brings pages of one block and one region that are missing.
     pub(crate) fn bring_ahead(vm: &Vm, pages: Range<u64>, buffer: &mut Vec<u8>) -> Next {
         let first = vm.regions.block_of(pages.start, vm.source.block()).start;
-        let mut queue = locked(&vm.fetch.queue);
-        while queue.blocks.contains_key(&first) {
-            drop(queue);
-            std::thread::sleep(LOOK);
-            queue = locked(&vm.fetch.queue);
-            if queue.closed {
+        let mut blocks = locked(&vm.fetch.blocks);
+        while blocks.coming.contains_key(&first) {
+            drop(blocks);
+            if vm.pause(LOOK) == Next::End {
                 return Next::End;
             }
+            blocks = locked(&vm.fetch.blocks);
         }
         let block = Block::new(pages.clone(), pages.collect(), Came::Background);
-        queue.blocks.insert(first, block);
-        drop(queue);
+        blocks.coming.insert(first, block);
+        drop(blocks);
         bring(vm, first, buffer)
-    }
-
-    /// Waits for a block that faults have asked for. `None` if the thread has to end.
-    fn next(&self) -> Option<u64> {
-        let mut queue = locked(&self.queue);
-        let idle_since = Instant::now();
-        loop {
-            let now = Instant::now();
-            // One thread stays.
-            let may_go = queue.threads > 1 && now.duration_since(idle_since) >= IDLE;
-            while let Some(due) = queue.later.iter().position(|(at, _)| *at <= now) {
-                let (_, first) = queue.later.swap_remove(due);
-                queue.asked.push_back(first);
-            }
-            if !queue.closed
-                && let Some(first) = queue.asked.pop_front()
-            {
-                return Some(first);
-            }
-            if queue.closed || may_go {
-                queue.threads -= 1;
-                return None;
-            }
-            let soonest = queue.later.iter().map(|(at, _)| *at).min();
-            let until = soonest.map_or(IDLE, |at| at.duration_since(now).min(IDLE));
-            queue.sleeping += 1;
-            let woken = self.ready.wait_timeout(queue, until);
-            (queue, _) = woken.unwrap_or_else(PoisonError::into_inner);
-            queue.sleeping -= 1;
-        }
     }
 
     /// The pages to read of a block that is this thread's.
     fn pages_of(&self, first: u64) -> Range<u64> {
-        locked(&self.queue).blocks[&first].pages.clone()
+        locked(&self.blocks).coming[&first].pages.clone()
     }
 
     /// Takes a block that was read. Faults on pages beside those that were read are asked again.
     fn finish(&self, vm: &Vm, first: u64, read: &Range<u64>) -> Block {
-        let mut queue = locked(&self.queue);
-        let mut block = queue.blocks.remove(&first).expect("it is this thread's");
+        let mut blocks = locked(&self.blocks);
+        let mut block = blocks.coming.remove(&first).expect("it is this thread's");
         let (here, beside): (Vec<_>, Vec<_>) = block
             .faults
             .drain(..)
             .partition(|(page, _)| read.contains(page));
-        queue.faults -= here.len();
+        blocks.faults -= here.len();
         block.faults = here;
         if !beside.is_empty() {
             let whole = vm.regions.block_of(first, vm.source.block());
             let mut again = Block::new(whole, Vec::new(), block.came);
             again.faults = beside;
-            queue.blocks.insert(first, again);
-            queue.asked.push_back(first);
-            drop(queue);
-            self.ready.notify_one();
+            blocks.coming.insert(first, again);
+            drop(blocks);
+            self.pool.add_later(first, Duration::ZERO);
         }
         block
     }
 
     /// Notes a failed read. Returns whether the thread itself has to try again: nobody waits.
     fn fail(&self, first: u64) -> bool {
-        let mut queue = locked(&self.queue);
-        let block = queue.blocks.get_mut(&first).expect("it is this thread's");
+        let mut blocks = locked(&self.blocks);
+        let block = blocks.coming.get_mut(&first).expect("it is this thread's");
         if block.faults.is_empty() {
             return true;
         }
-        let next = (Instant::now() + block.pause, first);
+        self.pool.add_later(first, block.pause);
         block.pause = (block.pause * 2).min(LAST_PAUSE);
-        queue.later.push(next);
-        drop(queue);
-        // Its threads may all sleep for longer.
-        self.ready.notify_one();
         false
     }
 }
@@ -296,7 +237,8 @@ fn bring(vm: &Vm, first: u64, buffer: &mut Vec<u8>) -> Next {
     let pages = vm.fetch.pages_of(first);
     let (_, offset) = vm.regions.place_of(pages.start);
     buffer.resize(((pages.end - pages.start) * page_bytes) as usize, 0);
-    while let Err(why) = vm.source.read(offset, buffer) {
+    // A recording says which pages of a block are needed.
+    while let Err(why) = vm.source.read_once(offset, buffer) {
         if !vm.fetch.fail(first) {
             vm.source_failed(&why);
             return Next::Go;

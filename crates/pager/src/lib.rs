@@ -29,6 +29,7 @@ mod mount;
 mod name;
 mod options;
 mod pager;
+mod pool;
 mod recording;
 mod regions;
 mod restore;

@@ -15,6 +15,8 @@ pub mod cache;
 mod object;
 #[cfg(feature = "peers")]
 pub mod peer;
+#[cfg(feature = "object-store")]
+mod reasons;
 
 pub use cache::Cache;
 #[cfg(feature = "object-store")]

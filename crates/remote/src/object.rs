@@ -13,16 +13,19 @@
 //! **Neighbours.** Below: [`Store`] and [`Source`] of `pager`, and the cache.
 
 use crate::Cache;
-use futures_util::StreamExt;
+use crate::reasons::{self, is_final};
+use futures_util::{FutureExt, StreamExt};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::path::Path;
 use object_store::{Error, GetOptions, ObjectMeta, ObjectStore, RetryConfig};
 use pageferry_pager::{FileSource, Source, SourceError, Store};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
 use std::io;
+use std::mem::discriminant;
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
@@ -62,7 +65,7 @@ pub struct ObjectStores {
     shared: OnceLock<Arc<Shared>>,
     patience: Patience,
     cache: Cache,
-    environment: Vec<(String, String)>,
+    environment: BTreeMap<String, String>,
     /// By scheme and bucket: connections are used again.
     clients: Mutex<HashMap<(String, String), Arc<dyn ObjectStore>>>,
 }
@@ -85,42 +88,51 @@ impl Drop for Shared {
 }
 
 impl Shared {
-    /// Waits for a request.
-    fn wait<T>(&self, request: impl Future<Output = T>) -> T {
+    /// Waits for a request. A panic in it is its error: another crate's defect costs one read.
+    fn wait<T>(
+        &self,
+        address: &str,
+        request: impl Future<Output = Result<T, SourceError>>,
+    ) -> Result<T, SourceError> {
         let runtime = self.runtime.as_ref().expect("taken by `drop` only");
-        runtime.block_on(request)
+        let caught = runtime.block_on(AssertUnwindSafe(request).catch_unwind());
+        caught.unwrap_or_else(|_| {
+            let why = "the request ended in a panic";
+            Err(refused(address, io::ErrorKind::Other, why))
+        })
     }
 }
 
 impl ObjectStores {
     /// The stores with the credentials and endpoints that the environment of this process names.
     /// See `docs/object-stores.md` for the variables.
-    #[must_use]
-    pub fn from_env(cache: Cache) -> Self {
+    ///
+    /// # Errors
+    /// A sentence that names a variable that no request can use.
+    pub fn from_env(cache: Cache) -> io::Result<Self> {
         let variables = std::env::vars_os()
             .filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)));
         Self::new(variables, cache, Patience::default())
     }
 
     /// The stores with the credentials and endpoints of these variables.
+    ///
+    /// # Errors
+    /// As [`Self::from_env`].
     pub fn new(
         environment: impl IntoIterator<Item = (String, String)>,
         cache: Cache,
         patience: Patience,
-    ) -> Self {
-        let ours = |key: &str| ["AWS_", "GOOGLE_", "AZURE_"].map(|start| key.starts_with(start));
-        let environment = environment
-            .into_iter()
-            .filter(|(key, _)| ours(key).contains(&true))
-            .map(|(key, value)| (key.to_ascii_lowercase(), value))
-            .collect();
-        Self {
+    ) -> io::Result<Self> {
+        let environment = reasons::settings(environment)
+            .map_err(|why| io::Error::new(io::ErrorKind::InvalidInput, why))?;
+        Ok(Self {
             shared: OnceLock::new(),
             patience,
             cache,
             environment,
             clients: Mutex::default(),
-        }
+        })
     }
 
     /// The runtime. A pager that opens no object has none.
@@ -215,6 +227,12 @@ impl Store for ObjectStores {
         if scheme == "file" {
             return Ok(Arc::new(FileSource::open(rest.as_ref())?));
         }
+        if key.split('/').any(str::is_empty) {
+            // `object_store` would ask for another object.
+            let why =
+                "expected a key without a slash at its start or end, and without two in a row";
+            return Err(refused(address, io::ErrorKind::InvalidInput, why));
+        }
         let path = Path::parse(key)
             .map_err(|why| refused(address, io::ErrorKind::InvalidInput, why.to_string()))?;
         let client = self
@@ -229,13 +247,27 @@ impl Store for ObjectStores {
             why,
         })?;
         let mut tries = Tries::new(self.patience);
-        let meta = shared.wait(async {
+        let meta = shared.wait(address, async {
             loop {
                 let asked = client.get_opts(&path, head.clone());
                 match timeout(self.patience.answer, asked).await {
                     Ok(Ok(found)) => return Ok(found.meta),
-                    Ok(Err(why)) if is_final(&why) => return Err(of_store(address, &why)),
-                    Ok(Err(why)) => tries.again(address, &with_cause(&why)).await?,
+                    Ok(Err(why)) if is_final(&why) => {
+                        // The answer to HEAD has no body, which would tell the reason.
+                        let first = GetOptions {
+                            range: Some((0..1).into()),
+                            ..GetOptions::default()
+                        };
+                        let asked = client.get_opts(&path, first);
+                        return match timeout(self.patience.answer, asked).await {
+                            Ok(Ok(found)) => Ok(found.meta),
+                            Ok(Err(same)) if discriminant(&same) == discriminant(&why) => {
+                                Err(of_store(address, &same))
+                            }
+                            _ => Err(of_store(address, &why)),
+                        };
+                    }
+                    Ok(Err(why)) => tries.again(address, &told(&why)).await?,
                     Err(_) => tries.again(address, "no answer in time").await?,
                 }
             }
@@ -260,23 +292,19 @@ fn identity(meta: &ObjectMeta) -> String {
     }
 }
 
-/// An error and its cause: what `object_store` says ends before "connection refused", or the fault
-/// of a certificate.
-fn with_cause(why: &Error) -> String {
-    let mut cause: &dyn std::error::Error = why;
-    while let Some(deeper) = cause.source() {
-        cause = deeper;
-    }
-    let (text, cause) = (why.to_string(), cause.to_string());
-    match text.contains(&cause) {
-        true => text,
-        false => format!("{text}: {cause}"),
-    }
-}
-
-/// Whether the answer will be the same next time.
-fn is_final(why: &Error) -> bool {
-    !matches!(why, Error::Generic { .. } | Error::JoinError { .. })
+/// The reason of a refusal, with the proxy of this process.
+fn told(why: &Error) -> String {
+    let proxy = [
+        "HTTPS_PROXY",
+        "https_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+        "HTTP_PROXY",
+        "http_proxy",
+    ]
+    .into_iter()
+    .find_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?)));
+    reasons::reason(why, proxy.as_deref())
 }
 
 fn of_store(address: &str, why: &Error) -> SourceError {
@@ -287,7 +315,7 @@ fn of_store(address: &str, why: &Error) -> SourceError {
         }
         _ => io::ErrorKind::Other,
     };
-    refused(address, kind, why.to_string())
+    refused(address, kind, told(why))
 }
 
 /// The repetitions of a request.
@@ -366,7 +394,7 @@ impl Object {
         match why {
             Error::Precondition { .. } => self.changed("another object".to_owned()),
             why if is_final(why) => Ended::Final(of_store(&self.address, why)),
-            why => Ended::Again(with_cause(why)),
+            why => Ended::Again(told(why)),
         }
     }
 
@@ -462,7 +490,7 @@ impl Source for Object {
                 end,
             });
         }
-        self.shared.wait(self.fill(offset, buffer))
+        self.shared.wait(&self.address, self.fill(offset, buffer))
     }
 
     fn identity(&self) -> String {

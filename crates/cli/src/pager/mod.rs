@@ -26,10 +26,11 @@ use crate::sockets;
 use args::{ApiArgs, EndArgs, PagerCommand, RestoreArgs, RunArgs, ServeArgs, StatusArgs};
 pub(crate) use args::{PagerArgs, background};
 use pageferry_pager::{
-    Name, Pager, Phase, RestoreError, Settings, StartError, Status, Stores, Survival,
+    Name, Pager, Phase, RestoreError, Settings, SourceError, StartError, Status, Stores, Survival,
 };
 use serde_json::Value;
 use std::ffi::OsString;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -221,6 +222,11 @@ fn line(status: &Status) -> String {
 
 pub(crate) fn of_restore(why: &RestoreError) -> Exit {
     match why {
+        RestoreError::Source(SourceError::Failed { why, .. })
+            if why.kind() == io::ErrorKind::TimedOut =>
+        {
+            Exit::Unreachable
+        }
         RestoreError::Source(_) | RestoreError::Recording(_) => Exit::Usage,
         RestoreError::Listen(_) => Exit::Address,
         RestoreError::Exists(_) | RestoreError::Full => Exit::Declined,

@@ -76,6 +76,9 @@ impl StoreArgs {
             })?,
             None => Cache::in_memory(),
         };
-        Ok(Arc::new(ObjectStores::from_env(cache)))
+        let stores = ObjectStores::from_env(cache);
+        Ok(Arc::new(stores.map_err(|why| {
+            Failure::new(Exit::Usage, why.to_string())
+        })?))
     }
 }

@@ -1,6 +1,6 @@
 //! One file of a mount, and the reads of its source that take time.
 //!
-//! **Guarantee.** A read waits for another one only if [`THREADS`] of its file are under way. One
+//! **Guarantee.** A read waits for another one only if [`THREADS`](crate::pool::THREADS) of its file are under way. One
 //! that fails is repeated until it succeeds: an error would end the VM (SIGBUS), and zeros would be
 //! wrong. Only a thread that is being killed gets an error, so that it can end.
 
@@ -9,22 +9,18 @@ use super::protocol::Attr;
 use crate::Owner;
 use crate::figures::Figures;
 use crate::name::Name;
+use crate::pool::Pool;
 use crate::recording::Recording;
 use crate::source::{Source, SourceError};
 use crate::timeline::Came;
 use crate::vm::locked;
 use rustix::io::Errno;
-use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// The most reads of one file at once.
-const THREADS: usize = 16;
-/// The time after which a thread without work ends, but for the last one.
-const IDLE: Duration = Duration::from_secs(5);
 /// The pauses before a failed read is repeated.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
@@ -43,20 +39,9 @@ pub(super) struct File {
     mode: u32,
     /// The reason why a part cannot be read, while that is so.
     loss: Mutex<Option<String>>,
-    reads: Mutex<Reads>,
-    ready: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct Reads {
-    now: VecDeque<Read>,
-    /// Reads that have failed, with the time of the next try.
-    later: Vec<(Instant, Read)>,
-    /// All that are not answered yet.
-    waiting: usize,
-    threads: usize,
-    sleeping: usize,
-    closed: bool,
+    reads: Pool<Read>,
+    /// The reads that are not answered yet.
+    waiting: AtomicUsize,
 }
 
 /// A read of the kernel.
@@ -91,8 +76,8 @@ impl File {
             owner: (user, group),
             mode: owner.mode,
             loss: Mutex::default(),
-            reads: Mutex::default(),
-            ready: Condvar::new(),
+            reads: Pool::default(),
+            waiting: AtomicUsize::new(0),
         }
     }
 
@@ -102,8 +87,7 @@ impl File {
 
     /// Starts the thread that stays as long as the file.
     pub(super) fn start(self: &Arc<Self>, device: &Arc<Device>) -> io::Result<()> {
-        locked(&self.reads).threads = 1;
-        self.spawn(device)
+        self.reads.start(|| self.spawn(device))
     }
 
     fn spawn(self: &Arc<Self>, device: &Arc<Device>) -> io::Result<()> {
@@ -114,24 +98,13 @@ impl File {
 
     /// Queues a read whose bytes are not at hand.
     pub(super) fn add(self: &Arc<Self>, device: &Arc<Device>, read: Read) {
-        let mut reads = locked(&self.reads);
-        reads.waiting += 1;
-        reads.now.push_back(read);
-        if reads.sleeping >= reads.now.len() {
-            self.ready.notify_one();
-        } else if reads.threads < THREADS {
-            reads.threads += 1;
-            drop(reads);
-            if self.spawn(device).is_err() {
-                // The others read it.
-                locked(&self.reads).threads -= 1;
-            }
-        }
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        self.reads.add(read, || self.spawn(device));
     }
 
     /// The reads that wait for the source.
     pub(super) fn waiting(&self) -> usize {
-        locked(&self.reads).waiting
+        self.waiting.load(Ordering::Relaxed)
     }
 
     /// Why the source cannot be read now.
@@ -141,14 +114,12 @@ impl File {
 
     /// Ends its threads, once their reads are over.
     pub(super) fn close(&self) {
-        locked(&self.reads).closed = true;
-        self.ready.notify_all();
+        self.reads.close();
     }
 
     fn work(&self, device: &Device) {
         let mut buffer = Vec::new();
-        let mut failed = None;
-        while let Some(read) = self.next(failed.take()) {
+        while let Some(read) = self.reads.next() {
             buffer.resize(read.len, 0);
             match self.source.read(read.offset, &mut buffer) {
                 Ok(()) => {
@@ -161,43 +132,14 @@ impl File {
                     if is_dying(read.pid) {
                         device.refuse(read.unique, Errno::IO);
                     } else {
-                        failed = Some(read);
+                        // It has waited so long that as much again changes little.
+                        let pause = read.arrived.elapsed().clamp(FIRST_PAUSE, LAST_PAUSE);
+                        self.reads.add_later(read, pause);
                         continue;
                     }
                 }
             }
-            locked(&self.reads).waiting -= 1;
-        }
-    }
-
-    /// Puts a failed read back, and waits for one. `None` if the thread has to end.
-    fn next(&self, failed: Option<Read>) -> Option<Read> {
-        let mut reads = locked(&self.reads);
-        if let Some(read) = failed {
-            // It has waited so long that as much again changes little.
-            let pause = read.arrived.elapsed().clamp(FIRST_PAUSE, LAST_PAUSE);
-            reads.later.push((Instant::now() + pause, read));
-        }
-        let idle_since = Instant::now();
-        loop {
-            let now = Instant::now();
-            if reads.closed || (reads.threads > 1 && now.duration_since(idle_since) >= IDLE) {
-                reads.threads -= 1;
-                return None;
-            }
-            while let Some(due) = reads.later.iter().position(|(at, _)| *at <= now) {
-                let (_, read) = reads.later.swap_remove(due);
-                reads.now.push_back(read);
-            }
-            if let Some(read) = reads.now.pop_front() {
-                return Some(read);
-            }
-            let soonest = reads.later.iter().map(|(at, _)| *at).min();
-            let until = soonest.map_or(IDLE, |at| at.duration_since(now).min(IDLE));
-            reads.sleeping += 1;
-            let woken = self.ready.wait_timeout(reads, until);
-            (reads, _) = woken.unwrap_or_else(PoisonError::into_inner);
-            reads.sleeping -= 1;
+            self.waiting.fetch_sub(1, Ordering::Relaxed);
         }
     }
 

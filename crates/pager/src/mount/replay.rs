@@ -11,17 +11,13 @@
 
 use super::file::File;
 use super::serve::Shared;
+use crate::pool::on_threads;
 use rustix::fs::{Advice, fadvise};
 use std::collections::HashMap;
 use std::num::NonZeroU64;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// The reads of a recording at once, as for VMs with a userfaultfd.
-const READS: usize = 16;
-/// The least priority but one.
-const NICE: i32 = 10;
 
 /// Starts to bring the pages of a file's recording, unless that has been done.
 pub(super) fn start(shared: &Arc<Shared>, file: &Arc<File>) {
@@ -58,9 +54,6 @@ fn replay(shared: &Shared, file: &File) {
     let blocks = blocks_of(file);
     let next = AtomicUsize::new(0);
     let work = || {
-        let own = rustix::thread::gettid();
-        // Without the right to, it runs beside the others.
-        let _ = rustix::process::setpriority_process(Some(own), NICE);
         let mut buffer = Vec::new();
         while let Some(parts) = blocks.get(next.fetch_add(1, Ordering::Relaxed)) {
             let (Some(first), Some(last)) = (parts.first(), parts.last()) else {
@@ -82,14 +75,7 @@ fn replay(shared: &Shared, file: &File) {
             }
         }
     };
-    std::thread::scope(|scope| {
-        for _ in 1..READS.min(blocks.len()) {
-            let thread = std::thread::Builder::new().name(format!("replay-{}", file.name));
-            // Fewer threads load the same.
-            let _ = thread.spawn_scoped(scope, work);
-        }
-        work();
-    });
+    on_threads(&file.name, file.source.reads().min(blocks.len()), work);
 }
 
 /// The recorded parts of each block of the source, sorted, in the order of the first touches. What

@@ -86,6 +86,10 @@ impl Source for Again {
         self.opened()?.read(offset, buffer)
     }
 
+    fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
+        self.opened()?.read_once(offset, buffer)
+    }
+
     fn identity(&self) -> String {
         self.identity.clone()
     }

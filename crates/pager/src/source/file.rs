@@ -131,7 +131,12 @@ impl FileSource {
             file,
             bytes,
             extents,
-            identity: format!("{bytes} bytes; {}", sums.join(" ")),
+            identity: format!(
+                "{bytes} bytes in {}:{}; {}",
+                metadata.dev(),
+                metadata.ino(),
+                sums.join(" ")
+            ),
             known: Mutex::new(Known { stamp, samples }),
         })
     }
@@ -390,8 +395,9 @@ impl Source for FileSource {
     /// Compares the samples of that identity. A copy of the bytes is the same source.
     fn is(&self, identity: &str) -> bool {
         let samples = identity
-            .strip_prefix(&format!("{} bytes; ", self.bytes))
-            .map(|samples| samples.split_ascii_whitespace());
+            .strip_prefix(&format!("{} bytes in ", self.bytes))
+            .and_then(|rest| rest.split_once("; "))
+            .map(|(_, samples)| samples.split_ascii_whitespace());
         samples.is_some_and(|mut samples| {
             samples.all(|sample| {
                 let parsed = sample.split_once(':').and_then(|(at, sum)| {

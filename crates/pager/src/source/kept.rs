@@ -1,10 +1,12 @@
 //! The last blocks of a source, in memory.
 //!
-//! **Mechanism.** Pages come one by one, and a block has many. A block that one thread fetches is
-//! not fetched by others meanwhile: they wait for it.
+//! **Mechanism.** Pages come one by one, and a block has many. Blocks that one thread fetches are
+//! not fetched by others meanwhile: they wait for it. Missing blocks that follow each other are one
+//! fetch.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// The last blocks of a source that is slow to read.
@@ -22,6 +24,15 @@ struct Blocks {
     fetching: BTreeSet<u64>,
 }
 
+/// A part of a buffer that lies in one block.
+struct Part {
+    index: u64,
+    /// Its place in the block.
+    at: usize,
+    /// Its place in the buffer.
+    range: Range<usize>,
+}
+
 impl Kept {
     /// Keeps at most about `bytes` of blocks of this length, and at least one block.
     #[must_use]
@@ -34,17 +45,27 @@ impl Kept {
         }
     }
 
-    /// Fills the buffer from blocks that are kept. Returns false if one is missing, or is too
-    /// short; the buffer has no meaning then.
-    pub fn read_now(&self, offset: u64, buffer: &mut [u8]) -> bool {
-        let copied = self.copy(offset, buffer, |index| {
-            Ok::<_, ()>(self.locked().find(index))
-        });
-        copied.unwrap_or(false)
+    /// Fills the buffer from blocks that are kept, or that `find` has at hand. Returns false if one
+    /// is missing, or is too short; the buffer has no meaning then.
+    pub fn read_now(
+        &self,
+        offset: u64,
+        buffer: &mut [u8],
+        find: impl Fn(u64) -> Option<Arc<[u8]>>,
+    ) -> bool {
+        self.parts(offset, buffer.len()).all(|part| {
+            let kept = self.locked().find(part.index);
+            let block = kept.or_else(|| {
+                let found = find(part.index)?;
+                self.keep(part.index, &found);
+                Some(found)
+            });
+            block.is_some_and(|block| part.copy(&block, buffer))
+        })
     }
 
-    /// Fills the buffer, and fetches the blocks that are missing by their index. Returns false if
-    /// one is too short.
+    /// Fills the buffer, and fetches the blocks that are missing: `fetch` returns those of a range
+    /// of indices. Returns false if one is too short.
     ///
     /// # Errors
     /// Those of `fetch`.
@@ -52,73 +73,93 @@ impl Kept {
         &self,
         offset: u64,
         buffer: &mut [u8],
-        mut fetch: impl FnMut(u64) -> Result<Arc<[u8]>, E>,
+        mut fetch: impl FnMut(Range<u64>) -> Result<Vec<Arc<[u8]>>, E>,
     ) -> Result<bool, E> {
-        self.copy(offset, buffer, |index| {
-            self.block(index, &mut fetch).map(Some)
-        })
+        let mut fetching = Fetching(self, Vec::new());
+        let (mut there, mut later) = (Vec::new(), Vec::new());
+        let mut blocks = self.locked();
+        for part in self.parts(offset, buffer.len()) {
+            if let Some(block) = blocks.find(part.index) {
+                there.push((part, block));
+            } else {
+                if blocks.fetching.insert(part.index) {
+                    fetching.1.push(part.index);
+                }
+                later.push(part);
+            }
+        }
+        drop(blocks);
+        let mut whole = there.iter().all(|(part, block)| part.copy(block, buffer));
+        // First what others may wait for, and then what this thread waits for: no circle.
+        for run in fetching.1.chunk_by(|a, b| a + 1 == *b) {
+            let run = run[0]..run[run.len() - 1] + 1;
+            for (index, block) in run.clone().zip(fetch(run)?) {
+                self.keep(index, &block);
+                let own = later.iter().position(|part| part.index == index);
+                let part = later.swap_remove(own.expect("its part waits"));
+                whole &= part.copy(&block, buffer);
+            }
+        }
+        drop(fetching);
+        for part in later {
+            let index = part.index;
+            let blocks = self.locked();
+            let waited = self
+                .fetched
+                .wait_while(blocks, |blocks| blocks.fetching.contains(&index));
+            let found = waited.unwrap_or_else(PoisonError::into_inner).find(index);
+            // Threads that waited for a fetch that failed do not wait for one another.
+            let block = match found {
+                Some(block) => Some(block),
+                None => fetch(index..index + 1)?.pop(),
+            };
+            whole &= block.is_some_and(|block| part.copy(&block, buffer));
+        }
+        Ok(whole)
     }
 
-    fn block<E>(
-        &self,
-        index: u64,
-        fetch: impl FnOnce(u64) -> Result<Arc<[u8]>, E>,
-    ) -> Result<Arc<[u8]>, E> {
+    /// Forgets blocks.
+    pub fn forget(&self, indices: &Range<u64>) {
         let mut blocks = self.locked();
-        let mut waited = false;
-        while blocks.fetching.contains(&index) {
-            waited = true;
-            let woken = self.fetched.wait(blocks);
-            blocks = woken.unwrap_or_else(PoisonError::into_inner);
-        }
-        if let Some(block) = blocks.find(index) {
-            return Ok(block);
-        }
-        // Threads that waited for a fetch that failed do not wait for one another.
-        let fetching = (!waited).then(|| {
-            blocks.fetching.insert(index);
-            Fetching(self, index)
-        });
-        drop(blocks);
-        let block = fetch(index)?;
+        blocks.kept.retain(|(index, _)| !indices.contains(index));
+    }
+
+    fn keep(&self, index: u64, block: &Arc<[u8]>) {
         let mut blocks = self.locked();
         // It may be there already: a block twice costs memory, and is right.
         if blocks.kept.len() >= self.most {
             blocks.kept.pop_front();
         }
         blocks.kept.push_back((index, block.clone()));
-        drop(blocks);
-        drop(fetching);
-        Ok(block)
     }
 
-    /// Copies bytes of blocks that `block` gives. Returns false if it lacks one.
-    fn copy<E>(
-        &self,
-        offset: u64,
-        buffer: &mut [u8],
-        mut block: impl FnMut(u64) -> Result<Option<Arc<[u8]>>, E>,
-    ) -> Result<bool, E> {
-        let mut done = 0;
-        while done < buffer.len() {
-            let at = offset + done as u64;
-            let Some(bytes) = block(at / self.block)? else {
-                return Ok(false);
-            };
-            // Nothing of a block behind the end, which is empty.
-            let part = bytes.get((at % self.block) as usize..);
-            let Some(part) = part.filter(|part| !part.is_empty()) else {
-                return Ok(false);
-            };
-            let len = part.len().min(buffer.len() - done);
-            buffer[done..done + len].copy_from_slice(&part[..len]);
-            done += len;
-        }
-        Ok(true)
+    fn parts(&self, offset: u64, len: usize) -> impl Iterator<Item = Part> {
+        let (block, mut done) = (self.block, 0);
+        std::iter::from_fn(move || {
+            let place = offset + done as u64;
+            let at = place % block;
+            let more = (len - done).min((block - at) as usize);
+            let range = done..done + more;
+            done += more;
+            (more > 0).then(|| Part {
+                index: place / block,
+                at: at as usize,
+                range,
+            })
+        })
     }
 
     fn locked(&self) -> MutexGuard<'_, Blocks> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Part {
+    /// Returns false if the block ends before.
+    fn copy(&self, block: &[u8], buffer: &mut [u8]) -> bool {
+        let part = block.get(self.at..self.at + self.range.len());
+        part.inspect(|part| buffer[self.range.clone()].copy_from_slice(part))
+            .is_some()
     }
 }
 
@@ -129,12 +170,16 @@ impl Blocks {
     }
 }
 
-/// A fetch of a block, until it is over.
-struct Fetching<'a>(&'a Kept, u64);
+/// The blocks that a thread fetches, until that is over.
+struct Fetching<'a>(&'a Kept, Vec<u64>);
 
 impl Drop for Fetching<'_> {
     fn drop(&mut self) {
-        self.0.locked().fetching.remove(&self.1);
+        let mut blocks = self.0.locked();
+        for index in &self.1 {
+            blocks.fetching.remove(index);
+        }
+        drop(blocks);
         self.0.fetched.notify_all();
     }
 }
@@ -159,10 +204,11 @@ mod tests {
     fn a_block_is_fetched_once_and_the_oldest_is_dropped() {
         let kept = Kept::new(16, 32);
         let fetches = AtomicU32::new(0);
-        let fetch = |index: u64| {
+        let fetch = |run: Range<u64>| {
             fetches.fetch_add(1, Ordering::Relaxed);
             std::thread::sleep(Duration::from_millis(20));
-            Ok::<Arc<[u8]>, ()>(vec![index as u8; if index < 3 { 16 } else { 4 }].into())
+            let block = |index| vec![index as u8; if index < 3 { 16 } else { 4 }].into();
+            Ok::<Vec<Arc<[u8]>>, ()>(run.map(block).collect())
         };
         std::thread::scope(|scope| {
             for _ in 0..4 {
@@ -173,11 +219,11 @@ mod tests {
                 });
             }
         });
-        assert_eq!(fetches.load(Ordering::Relaxed), 2);
-        let mut byte = [0];
-        assert!(kept.read_now(0, &mut byte) && kept.read_now(31, &mut byte));
+        assert_eq!(fetches.load(Ordering::Relaxed), 1, "both blocks at once");
+        let (mut byte, none) = ([0], |_| None);
+        assert!(kept.read_now(0, &mut byte, none) && kept.read_now(31, &mut byte, none));
         assert_eq!(kept.read(32, &mut byte, fetch), Ok(true));
-        assert!(!kept.read_now(0, &mut byte), "the oldest block");
+        assert!(!kept.read_now(0, &mut byte, none), "the oldest block");
         assert_eq!(
             kept.read(48, &mut [0; 5], fetch),
             Ok(false),

@@ -52,6 +52,14 @@ pub trait Source: std::fmt::Debug + Send + Sync {
     /// [`SourceError`]. The buffer has no meaning then.
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError>;
 
+    /// [`Self::read`] of bytes whose neighbours nobody will ask for: no more than these come.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
+        self.read(offset, buffer)
+    }
+
     /// Tells this source from one with other bytes.
     fn identity(&self) -> String;
 

@@ -6,6 +6,7 @@
 use super::{InStore, Kept, READS, Source, SourceError, Store};
 use pageferry_snapshot::{Blob, Fault, OpenError, Snapshot};
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -123,12 +124,13 @@ impl Source for PackedSource {
     }
 
     fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, SourceError> {
-        Ok(self.kept.read_now(offset, buffer))
+        Ok(self.kept.read_now(offset, buffer, |_| None))
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
         let end = offset + buffer.len() as u64;
-        if self.kept.read(offset, buffer, |index| self.chunk(index))? {
+        let chunks = |run: Range<u64>| run.map(|index| self.chunk(index)).collect();
+        if self.kept.read(offset, buffer, chunks)? {
             return Ok(());
         }
         Err(SourceError::Short {

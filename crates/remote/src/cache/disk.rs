@@ -10,6 +10,7 @@
 use super::BLOCK;
 use super::index::{Entry, Index, Key, RECORD};
 use crate::locked;
+use pageferry_hostfs::own_directory;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use std::fs::{File, OpenOptions};
@@ -71,14 +72,18 @@ fn count(counter: &AtomicU64) {
 
 impl Disk {
     /// # Errors
-    /// When the directory cannot be made, or is too small for a block.
+    /// When the directory cannot be made, is open to other users, or is too small for a block.
     pub(super) fn new(directory: &Path, bytes: u64) -> io::Result<Self> {
         let slots = u32::try_from(bytes / (BLOCK + RECORD)).unwrap_or(u32::MAX);
         if slots == 0 {
             let why = format!("{bytes} bytes are too few: expected at least {}", 1 << 20);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
-        std::fs::create_dir_all(directory)?;
+        if let Some(above) = directory.parent() {
+            std::fs::create_dir_all(above)?;
+        }
+        // The sums in it are no proof against somebody who writes them too.
+        own_directory(directory).map_err(io::Error::other)?;
         let disk = Self {
             directory: directory.to_owned(),
             slots,

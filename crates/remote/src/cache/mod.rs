@@ -5,12 +5,11 @@
 //! bytes than it may, and keeps its blocks over a restart. Its damage is a miss. A directory that
 //! is full, slow or broken fails no read and delays none.
 //!
-//! **Mechanism.** [`Cache::wrap`] gives one `Cached` for a source and its identity. It has blocks
-//! of [`BLOCK`] bytes that are there or are coming: the first reader brings them, and others wait
-//! for it. The last few stay in memory, since a VM touches their pages one by one. A thread writes
+//! **Mechanism.** [`Cache::wrap`] gives one `Cached` for a source and its identity, with blocks of
+//! [`BLOCK`] bytes. [`Kept`] joins the reads, and has the last blocks in memory. A thread writes
 //! blocks to disk, and what it cannot keep up with is passed over.
 //!
-//! **Neighbours.** Below: [`Source`] of `pager`, which it takes and gives.
+//! **Neighbours.** Below: [`Source`] and [`Kept`] of `pager`.
 
 mod disk;
 mod index;
@@ -18,22 +17,22 @@ mod index;
 use crate::locked;
 use disk::{Disk, Loaded};
 use index::Key;
-use pageferry_pager::{Source, SourceError};
-use std::collections::{HashMap, VecDeque};
+use pageferry_pager::{Kept, Source, SourceError};
+use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use xxhash_rust::xxh3::xxh3_128;
 
 /// The bytes of a block. At 20 ms a request, a fault on a fast link takes a tenth more than with a
 /// page; larger blocks make it take far longer (`docs/object-stores.md`).
 pub const BLOCK: u64 = 256 << 10;
-/// The blocks of a source that stay in memory.
-const KEPT: usize = 32;
+/// The bytes of a source's blocks that stay in memory.
+const KEPT: u64 = 8 << 20;
 /// The blocks that wait to be written to disk: 16 MiB.
 const QUEUE: usize = 64;
 
@@ -84,8 +83,8 @@ impl Cache {
     /// goes without it until the first has ended.
     ///
     /// # Errors
-    /// When the directory cannot be made, `bytes` are less than one block, or the host has no room
-    /// for a thread. All that goes wrong later is counted instead.
+    /// When the directory cannot be made or is open to other users, `bytes` are less than one block,
+    /// or the host has no room for a thread. All that goes wrong later is counted instead.
     pub fn at(directory: &Path, bytes: u64) -> io::Result<Self> {
         let disk = Arc::new(Disk::new(directory, bytes)?);
         Ok(Self(Arc::new(Inner {
@@ -111,7 +110,7 @@ impl Cache {
             what: address.to_owned(),
             key,
             cache: self.0.clone(),
-            blocks: Mutex::default(),
+            kept: Kept::new(BLOCK, KEPT),
         });
         sources.insert(key, Arc::downgrade(&cached));
         cached
@@ -207,170 +206,51 @@ struct Cached {
     what: String,
     key: Key,
     cache: Arc<Inner>,
-    blocks: Mutex<Blocks>,
-}
-
-#[derive(Debug, Default)]
-struct Blocks {
-    all: HashMap<u64, State>,
-    /// Those that are there, the oldest first.
-    order: VecDeque<u64>,
-}
-
-#[derive(Debug)]
-enum State {
-    There(Arc<[u8]>),
-    Coming(Arc<Flight>),
-}
-
-/// A block that a thread brings, and others wait for.
-#[derive(Debug, Default)]
-struct Flight {
-    landed: Mutex<Option<Result<Arc<[u8]>, Failure>>>,
-    changed: Condvar,
-}
-
-/// The failure of another thread's read.
-#[derive(Clone, Debug)]
-struct Failure {
-    kind: io::ErrorKind,
-    why: String,
-}
-
-impl Failure {
-    fn of(why: &SourceError) -> Self {
-        let kind = match why {
-            SourceError::Failed { why, .. } => why.kind(),
-            _ => io::ErrorKind::Other,
-        };
-        Self {
-            kind,
-            why: why.to_string(),
-        }
-    }
-}
-
-impl Flight {
-    fn wait(&self) -> Result<Arc<[u8]>, Failure> {
-        let landed = locked(&self.landed);
-        let landed = self
-            .changed
-            .wait_while(landed, |landed| landed.is_none())
-            .unwrap_or_else(PoisonError::into_inner);
-        landed.clone().expect("it has landed")
-    }
-}
-
-impl Blocks {
-    fn keep(&mut self, block: u64, bytes: Arc<[u8]>) {
-        self.all.insert(block, State::There(bytes));
-        self.order.push_back(block);
-        if self.order.len() > KEPT
-            && let Some(oldest) = self.order.pop_front()
-        {
-            self.all.remove(&oldest);
-        }
-    }
-}
-
-/// The blocks that this thread brings. Those that it does not bring fail at its end.
-struct Lead<'a> {
-    cached: &'a Cached,
-    flights: HashMap<u64, Arc<Flight>>,
-    failure: Failure,
-}
-
-impl Lead<'_> {
-    fn land(&mut self, block: u64, result: Result<Arc<[u8]>, Failure>) {
-        let Some(flight) = self.flights.remove(&block) else {
-            return;
-        };
-        let mut blocks = locked(&self.cached.blocks);
-        match &result {
-            Ok(bytes) => blocks.keep(block, bytes.clone()),
-            Err(_) => {
-                blocks.all.remove(&block);
-            }
-        }
-        drop(blocks);
-        *locked(&flight.landed) = Some(result);
-        flight.changed.notify_all();
-    }
-}
-
-impl Drop for Lead<'_> {
-    fn drop(&mut self) {
-        let left: Vec<u64> = self.flights.keys().copied().collect();
-        for block in left {
-            self.land(block, Err(self.failure.clone()));
-        }
-    }
-}
-
-/// Copies the part of a block that lies in the buffer, which begins at `offset`.
-fn copy(block: u64, bytes: &[u8], offset: u64, buffer: &mut [u8]) {
-    let begin = block * BLOCK;
-    let from = offset.max(begin);
-    let to = (offset + buffer.len() as u64).min(begin + bytes.len() as u64);
-    let len = (to - from) as usize;
-    buffer[(from - offset) as usize..][..len]
-        .copy_from_slice(&bytes[(from - begin) as usize..][..len]);
+    kept: Kept,
 }
 
 impl Cached {
-    /// The blocks of a range, `None` if it ends behind the end.
-    fn blocks_of(&self, offset: u64, len: usize) -> Option<Range<u64>> {
-        let end = offset.checked_add(len as u64)?;
-        (end <= self.source.bytes()).then(|| match len {
-            0 => 0..0,
-            _ => offset / BLOCK..end.div_ceil(BLOCK),
-        })
+    /// Checks that a range ends within the source.
+    fn has(&self, offset: u64, len: usize) -> bool {
+        let end = offset.checked_add(len as u64);
+        end.is_some_and(|end| end <= self.source.bytes())
     }
 
     fn len_of(&self, block: u64) -> u64 {
         BLOCK.min(self.source.bytes() - block * BLOCK)
     }
 
-    /// Brings the blocks that this thread leads.
-    fn bring(
-        &self,
-        lead: &mut Lead<'_>,
-        offset: u64,
-        buffer: &mut [u8],
-    ) -> Result<(), SourceError> {
-        let mut wanted: Vec<u64> = lead.flights.keys().copied().collect();
-        wanted.sort_unstable();
-        if let Some(disk) = &self.cache.disk {
-            wanted.retain(
-                |block| match disk.load(self.key, *block, self.len_of(*block), false) {
-                    Loaded::Hit(bytes) => {
-                        copy(*block, &bytes, offset, buffer);
-                        lead.land(*block, Ok(bytes.into()));
-                        false
-                    }
-                    _ => true,
-                },
-            );
+    /// Looks a block up on disk. With `now` it does not wait for it.
+    fn on_disk(&self, block: u64, now: bool) -> Option<Arc<[u8]>> {
+        let disk = self.cache.disk.as_ref()?;
+        match disk.load(self.key, block, self.len_of(block), now) {
+            Loaded::Hit(bytes) => Some(bytes.into()),
+            _ => None,
         }
-        for run in wanted.chunk_by(|a, b| a + 1 == *b) {
-            let (first, last) = (run[0], run[run.len() - 1]);
-            let begin = first * BLOCK;
-            let len = last * BLOCK + self.len_of(last) - begin;
-            let mut bytes = vec![0; len as usize];
-            if let Err(why) = self.source.read(begin, &mut bytes) {
-                lead.failure = Failure::of(&why);
-                return Err(why);
+    }
+
+    /// Brings blocks: from the disk, and runs of the others by a read each.
+    fn bring(&self, run: Range<u64>) -> Result<Vec<Arc<[u8]>>, SourceError> {
+        let mut blocks: Vec<_> = run
+            .map(|block| (block, self.on_disk(block, false)))
+            .collect();
+        for run in blocks.chunk_by_mut(|a, b| a.1.is_some() == b.1.is_some()) {
+            let (first, last) = (run[0].0, run[run.len() - 1].0);
+            if run[0].1.is_some() {
+                continue;
             }
-            for (block, bytes) in (first..=last).zip(bytes.chunks(BLOCK as usize)) {
-                copy(block, bytes, offset, buffer);
+            let len = last * BLOCK + self.len_of(last) - first * BLOCK;
+            let mut bytes = vec![0; len as usize];
+            self.source.read(first * BLOCK, &mut bytes)?;
+            for ((block, place), bytes) in run.iter_mut().zip(bytes.chunks(BLOCK as usize)) {
                 let bytes: Arc<[u8]> = bytes.into();
                 if let Some(writer) = &self.cache.writer {
-                    writer.send(Write::Block(self.key, block, bytes.clone()));
+                    writer.send(Write::Block(self.key, *block, bytes.clone()));
                 }
-                lead.land(block, Ok(bytes));
+                *place = Some(bytes);
             }
         }
-        Ok(())
+        Ok(blocks.into_iter().filter_map(|(_, bytes)| bytes).collect())
     }
 }
 
@@ -392,79 +272,20 @@ impl Source for Cached {
     }
 
     fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, SourceError> {
-        let Some(range) = self.blocks_of(offset, buffer.len()) else {
-            return Ok(false);
-        };
-        for block in range {
-            let there = match locked(&self.blocks).all.get(&block) {
-                Some(State::There(bytes)) => Some(bytes.clone()),
-                Some(State::Coming(_)) => return Ok(false),
-                None => None,
-            };
-            if let Some(bytes) = there {
-                copy(block, &bytes, offset, buffer);
-                continue;
-            }
-            let Some(disk) = &self.cache.disk else {
-                return Ok(false);
-            };
-            let Loaded::Hit(bytes) = disk.load(self.key, block, self.len_of(block), true) else {
-                return Ok(false);
-            };
-            copy(block, &bytes, offset, buffer);
-            let mut blocks = locked(&self.blocks);
-            if !blocks.all.contains_key(&block) {
-                blocks.keep(block, bytes.into());
-            }
-        }
-        Ok(true)
+        let find = |block| self.on_disk(block, true);
+        Ok(self.has(offset, buffer.len()) && self.kept.read_now(offset, buffer, find))
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
-        let Some(range) = self.blocks_of(offset, buffer.len()) else {
-            return Err(SourceError::Short {
+        let whole = self.has(offset, buffer.len())
+            && self.kept.read(offset, buffer, |run| self.bring(run))?;
+        match whole {
+            true => Ok(()),
+            false => Err(SourceError::Short {
                 what: self.what.clone(),
                 end: offset.saturating_add(buffer.len() as u64),
-            });
-        };
-        let (mut there, mut coming) = (Vec::new(), Vec::new());
-        let mut lead = Lead {
-            cached: self,
-            flights: HashMap::new(),
-            failure: Failure {
-                kind: io::ErrorKind::Other,
-                why: "the thread that read it has ended".to_owned(),
-            },
-        };
-        let mut blocks = locked(&self.blocks);
-        for block in range {
-            match blocks.all.get(&block) {
-                Some(State::There(bytes)) => there.push((block, bytes.clone())),
-                Some(State::Coming(flight)) => coming.push((block, flight.clone())),
-                None => {
-                    let flight = Arc::new(Flight::default());
-                    blocks.all.insert(block, State::Coming(flight.clone()));
-                    lead.flights.insert(block, flight);
-                }
-            }
+            }),
         }
-        drop(blocks);
-        for (block, bytes) in there {
-            copy(block, &bytes, offset, buffer);
-        }
-        // First what others may wait for, and then what this thread waits for: no circle.
-        if !lead.flights.is_empty() {
-            self.bring(&mut lead, offset, buffer)?;
-        }
-        drop(lead);
-        for (block, flight) in coming {
-            let bytes = flight.wait().map_err(|failure| SourceError::Failed {
-                what: self.what.clone(),
-                why: io::Error::new(failure.kind, failure.why),
-            })?;
-            copy(block, &bytes, offset, buffer);
-        }
-        Ok(())
     }
 
     fn identity(&self) -> String {
@@ -479,16 +300,13 @@ impl Source for Cached {
         if let Some(writer) = &self.cache.writer {
             writer.flush();
         }
-        for block in offset / BLOCK..end.div_ceil(BLOCK) {
-            if let Some(disk) = &self.cache.disk {
+        let blocks = offset / BLOCK..end.div_ceil(BLOCK);
+        if let Some(disk) = &self.cache.disk {
+            for block in blocks.clone() {
                 disk.forget(self.key, block);
             }
-            let mut blocks = locked(&self.blocks);
-            if let Some(State::There(_)) = blocks.all.get(&block) {
-                blocks.all.remove(&block);
-                blocks.order.retain(|kept| *kept != block);
-            }
         }
+        self.kept.forget(&blocks);
         self.source.forget(offset, len);
     }
 }

@@ -140,7 +140,8 @@ fn refusal(why: SourceError) -> Refusal {
     }
 }
 
-/// The sum of what tells a file from others. The text itself is long.
+/// The sum of what tells a file from others, whose text is long. Another file with the same bytes
+/// is another one: its samples are no proof.
 fn identity(file: &FileSource) -> String {
     let sum = xxhash_rust::xxh3::xxh3_128(file.identity().as_bytes());
     format!("{} bytes with the sum {sum:032x}", file.bytes())

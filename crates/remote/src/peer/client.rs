@@ -16,7 +16,6 @@ use pageferry_transport::address::Address;
 use pageferry_transport::handshake::{Identity, dial};
 use pageferry_transport::wire::{ChannelKey, Role};
 use pageferry_transport::{PlainPolicy, Protection, Stream, Tls};
-use std::io;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,9 +34,7 @@ const LEAST_BLOCK: u64 = 32 << 10;
 const MOST_BLOCK: u64 = 128 << 10;
 /// The bytes a second of which each of 16 connections carries its part: 1 Gbit/s.
 const RATE: f64 = 125e6;
-/// The bytes of a page.
-const PAGE: u64 = 4096;
-/// A read up to this length that is no page brings a whole block.
+/// A read up to this length brings a whole block.
 const SMALL: usize = 16 << 10;
 /// The bytes of blocks that are kept.
 const KEPT: u64 = 8 << 20;
@@ -323,7 +320,7 @@ impl PeerSource {
             },
             why => SourceError::Failed {
                 what,
-                why: io::Error::other(why),
+                why: why.into_io(),
             },
         }
     }
@@ -358,7 +355,7 @@ impl Source for PeerSource {
     }
 
     fn read_now(&self, offset: u64, buffer: &mut [u8]) -> Result<bool, SourceError> {
-        Ok(self.kept.read_now(offset, buffer))
+        Ok(self.kept.read_now(offset, buffer, |_| None))
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
@@ -367,26 +364,30 @@ impl Source for PeerSource {
             return Err(self.short(end));
         }
         // A block for faults, or a small part such as that of an index: others will ask for its
-        // neighbours. All else is exact already, as the pages of a replay and a packed chunk are.
+        // neighbours. All else is exact already, as a packed chunk is.
         let is_block = offset.is_multiple_of(self.block)
             && buffer.len() as u64 == self.block.min(self.opened.bytes - offset);
-        let is_pages = [offset, buffer.len() as u64]
-            .iter()
-            .all(|at| at % PAGE == 0);
-        if !is_block && (is_pages || buffer.len() > SMALL) {
-            return match self.kept.read_now(offset, buffer) {
-                true => Ok(()),
-                false => self.fetch(offset, buffer),
-            };
+        if !is_block && buffer.len() > SMALL {
+            return self.read_once(offset, buffer);
         }
-        let whole = self.kept.read(offset, buffer, |index| {
-            let start = index * self.block;
-            let mut block = vec![0; self.block.min(self.opened.bytes - start) as usize];
-            self.fetch(start, &mut block).map(|()| block.into())
+        let whole = self.kept.read(offset, buffer, |run| {
+            let start = run.start * self.block;
+            let end = (run.end * self.block).min(self.opened.bytes);
+            let mut bytes = vec![0; (end - start) as usize];
+            self.fetch(start, &mut bytes)?;
+            let blocks = bytes.chunks(self.block as usize);
+            Ok(blocks.map(Arc::from).collect::<Vec<_>>())
         })?;
         match whole {
             true => Ok(()),
             false => Err(self.short(end)),
+        }
+    }
+
+    fn read_once(&self, offset: u64, buffer: &mut [u8]) -> Result<(), SourceError> {
+        match self.kept.read_now(offset, buffer, |_| None) {
+            true => Ok(()),
+            false => self.fetch(offset, buffer),
         }
     }
 

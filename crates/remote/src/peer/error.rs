@@ -57,6 +57,19 @@ impl PeerError {
         matches!(self, Self::Refused { .. })
     }
 
+    /// The error for a pager. [`io::ErrorKind::TimedOut`] means that there is no connection.
+    pub(crate) fn into_io(self) -> io::Error {
+        let kind = match self {
+            Self::Handshake(HandshakeError::Channel(_))
+            | Self::Unreachable(_)
+            | Self::Lost(_)
+            | Self::Busy
+            | Self::TimedOut => io::ErrorKind::TimedOut,
+            _ => io::ErrorKind::Other,
+        };
+        io::Error::new(kind, self)
+    }
+
     /// Whether another connection may open in a moment.
     pub(crate) const fn may_pass(&self) -> bool {
         match self {

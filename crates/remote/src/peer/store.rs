@@ -8,7 +8,6 @@ use pageferry_pager::{Source, SourceError, Store};
 use pageferry_transport::address::Address as Host;
 use pageferry_transport::{PlainPolicy, Tls};
 use std::collections::BTreeMap;
-use std::io;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -106,7 +105,7 @@ impl Store for PeerStore {
             Ok(source) => Ok(source),
             Err(why) => Err(SourceError::Failed {
                 what: address.to_owned(),
-                why: io::Error::other(why),
+                why: why.into_io(),
             }),
         }
     }

@@ -83,6 +83,23 @@ fn size(path: &Path) -> u64 {
     std::fs::metadata(path).map_or(0, |file| file.len())
 }
 
+/// Whoever may write there could give a VM other bytes, with sums put right.
+#[test]
+fn a_directory_that_others_may_write_to_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let scratch = Scratch::new("open");
+    let directory = scratch.path("cache");
+    std::fs::create_dir(&directory).unwrap();
+    for mode in [0o777, 0o770] {
+        let open = std::fs::Permissions::from_mode(mode);
+        std::fs::set_permissions(&directory, open).unwrap();
+        let refused = Cache::at(&directory, 4 << 20).unwrap_err();
+        assert!(refused.to_string().contains("mode 700"), "{refused}");
+    }
+    std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o755)).unwrap();
+    Cache::at(&directory, 4 << 20).unwrap();
+}
+
 #[test]
 fn blocks_on_disk_outlive_the_process_that_wrote_them() {
     let scratch = Scratch::new("restart");

@@ -83,5 +83,5 @@ pub(crate) fn stores(port: u16, cache: Cache, patience: Patience) -> ObjectStore
         ("PATH", "/passed/over"),
     ];
     let variables = variables.map(|(key, value)| (key.to_owned(), value.to_owned()));
-    ObjectStores::new(variables, cache, patience)
+    ObjectStores::new(variables, cache, patience).expect("settings")
 }

@@ -5,7 +5,7 @@ use crate::{HASTY, PATIENT, Scratch, contents, stores};
 use hyper::StatusCode;
 use pageferry_pager::{Format, Source, SourceError, Store, Stores};
 use pageferry_remote::cache::BLOCK;
-use pageferry_remote::{Cache, Patience};
+use pageferry_remote::{Cache, ObjectStores, Patience};
 use pageferry_snapshot::{Input, Options, Snapshot, pack};
 use std::fs::File;
 use std::io::ErrorKind;
@@ -305,4 +305,89 @@ fn a_chunk_that_was_damaged_on_its_way_is_fetched_again() {
     let source = stores.open(path, Format::Packed).unwrap();
     assert!(read(&*source, 0, memory.len()) == memory);
     assert_eq!(server.gets().len(), gets);
+}
+
+/// Each is final: an answer that will not change is told at once, with what to set.
+#[test]
+fn first_mistakes_are_told_at_once() {
+    let server = Server::start(Behaviour::default());
+    server.put("bucket/web/memory", contents(BLOCK as usize));
+    let xml = |code: &str| format!("<Error><Code>{code}</Code></Error>").leak() as &'static str;
+    let region =
+        "<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-9</Region></Error>";
+    let key = "<Error><Code>InvalidRequest</Code><Message>The object was stored using a form of \
+               Server Side Encryption.</Message></Error>";
+    for (status, body, advice) in [
+        (403, xml("RequestTimeTooSkewed"), "clock of this host"),
+        (400, xml("ExpiredToken"), "renew AWS_SESSION_TOKEN"),
+        (403, xml("InvalidAccessKeyId"), "AWS_ACCESS_KEY_ID"),
+        (403, xml("SignatureDoesNotMatch"), "AWS_SECRET_ACCESS_KEY"),
+        (400, region, "set AWS_REGION=eu-west-9"),
+        (301, "", "set AWS_REGION"),
+        (403, xml("InvalidObjectState"), "in an archive"),
+        (400, key, "SSE-C"),
+        (403, xml("AccessDenied"), "s3:GetObject"),
+        (404, xml("NoSuchBucket"), "no such bucket"),
+        (404, xml("NoSuchKey"), "no such object"),
+        (403, "", "refuses these credentials"),
+    ] {
+        server.behave(|behaviour| behaviour.refusal = Some((status, body)));
+        let began = Instant::now();
+        let refused = stores(server.port, Cache::in_memory(), PATIENT).open(MEMORY);
+        let refused = refused.expect_err("a refusal").to_string();
+        assert!(refused.contains(advice), "{status} {body}: {refused}");
+        assert!(began.elapsed() < Duration::from_secs(5), "{status} {body}");
+    }
+}
+
+/// HEAD alone says little of what a page fault needs.
+#[test]
+fn an_object_that_cannot_be_read_in_parts_is_refused() {
+    let behaviours: [fn(&mut Behaviour); 2] = [
+        |behaviour| behaviour.has_no_parts = true,
+        |behaviour| behaviour.changes = true,
+    ];
+    for change in behaviours {
+        let server = Server::start(Behaviour::default());
+        server.put("bucket/web/memory", contents(2 * BLOCK as usize));
+        server.behave(change);
+        let store: Arc<dyn Store> = Arc::new(stores(server.port, Cache::in_memory(), PATIENT));
+        let refused = Stores::new([store]).open(Path::new(MEMORY), Format::Raw);
+        let refused = refused.expect_err("a refusal").to_string();
+        let known = ["gives no parts", "has changed"];
+        assert!(known.iter().any(|why| refused.contains(why)), "{refused}");
+    }
+}
+
+#[test]
+fn keys_that_mean_other_objects_are_refused() {
+    let stores = stores(1, Cache::in_memory(), HASTY);
+    for key in ["s3://b//lead", "s3://b/trail/", "s3://b/two//slashes"] {
+        let refused = stores.open(key).expect_err("a refusal").to_string();
+        assert!(refused.contains("a key without a slash"), "{refused}");
+    }
+}
+
+#[test]
+fn a_server_with_another_scheme_is_told_with_the_variable_to_set() {
+    let server = Server::start(Behaviour::default());
+    server.put("bucket/web/memory", contents(BLOCK as usize));
+    for (endpoint, allow, advice) in [
+        ("http", "false", "AWS_ALLOW_HTTP=true"),
+        ("https", "true", "speaks no TLS"),
+    ] {
+        let variables = [
+            (
+                "AWS_ENDPOINT",
+                format!("{endpoint}://127.0.0.1:{}", server.port),
+            ),
+            ("AWS_ALLOW_HTTP", allow.to_owned()),
+            ("AWS_ACCESS_KEY_ID", "pageferry".to_owned()),
+            ("AWS_SECRET_ACCESS_KEY", "not-a-secret".to_owned()),
+        ];
+        let variables = variables.map(|(name, value)| (name.to_owned(), value));
+        let stores = ObjectStores::new(variables, Cache::in_memory(), PATIENT).expect("settings");
+        let refused = stores.open(MEMORY).expect_err("a refusal").to_string();
+        assert!(refused.contains(advice), "{refused}");
+    }
 }

@@ -51,6 +51,12 @@ pub(crate) struct Behaviour {
     pub(crate) ignores_conditions: bool,
     /// HEAD is answered with this.
     pub(crate) head: Option<StatusCode>,
+    /// All is answered with this status, and GET with this body too.
+    pub(crate) refusal: Option<(u16, &'static str)>,
+    /// A part of an object is answered with the whole.
+    pub(crate) has_no_parts: bool,
+    /// Each answer names another version.
+    pub(crate) changes: bool,
     /// Where the requests go, instead of the objects here.
     pub(crate) upstream: Option<u16>,
 }
@@ -225,7 +231,21 @@ fn local(state: &Mutex<State>, behaviour: &Behaviour, request: &Request<Incoming
     if let (Some(code), &Method::HEAD) = (behaviour.head, request.method()) {
         return status(code);
     }
-    let state = state.lock().expect("no panic");
+    if let Some((code, body)) = behaviour.refusal {
+        let mut answer = status(StatusCode::from_u16(code).expect("a status"));
+        if request.method() == Method::GET {
+            *answer.body_mut() = Part(Some(Bytes::from_static(body.as_bytes())));
+        }
+        return answer;
+    }
+    let mut state = state.lock().expect("no panic");
+    if behaviour.changes {
+        state.versions += 1;
+        let version = state.versions;
+        for object in state.objects.values_mut() {
+            object.1 = version;
+        }
+    }
     let Some((bytes, version)) = state.objects.get(request.uri().path()) else {
         return status(StatusCode::NOT_FOUND);
     };
@@ -235,7 +255,7 @@ fn local(state: &Mutex<State>, behaviour: &Behaviour, request: &Request<Incoming
         return status(StatusCode::PRECONDITION_FAILED);
     }
     let all = bytes.len() as u64;
-    let range = range(request.headers());
+    let range = range(request.headers()).filter(|_| !behaviour.has_no_parts);
     let part = range.clone().unwrap_or(0..all);
     let body = bytes.slice(part.start as usize..part.end.min(all) as usize);
     let answer = Response::builder()
