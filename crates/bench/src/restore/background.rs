@@ -93,6 +93,7 @@ fn one(
             memory: Memory::Pager(socket),
             bytes,
             working_set: bytes,
+            threads: 1,
         },
         pace: PACE,
     })?;

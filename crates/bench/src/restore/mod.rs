@@ -3,7 +3,7 @@
 //! **Guarantee.** All ways restore the same memory file and touch the same pages in the same order,
 //! in turns. A process of its own is the VMM; no guest runs in it.
 //!
-//! **Mechanism.** Eight threads touch a working set of runs of 1 to 16 pages at random places, and
+//! **Mechanism.** Some threads touch a working set of runs of 1 to 16 pages at random places, and
 //! write every fourth page. The time begins with the handshake. *Plain* is a handler of ours with
 //! one thread that reads and copies page by page: it stands for published examples. *Mapping* is a
 //! private mapping of the memory file, as in Firecracker's backend `File`. *Mount* is a private
@@ -43,7 +43,7 @@ use std::io::Write;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::Duration;
-use vmm::{THREADS, Touched};
+use vmm::Touched;
 
 /// The time in which a pager notices that a VMM has ended.
 const END: Duration = Duration::from_secs(30);
@@ -57,6 +57,10 @@ pub(crate) struct RestoreFlags {
     /// The part of it that the VM touches, at most half
     #[arg(long, default_value = "64M", value_name = "SIZE", value_parser = size::parse)]
     working_set: u64,
+    /// The threads that touch it at once
+    #[arg(long, default_value_t = 8, value_name = "N",
+          value_parser = clap::value_parser!(u64).range(1..=64))]
+    threads: u64,
     #[command(flatten)]
     pub(crate) common: Common,
 }
@@ -208,7 +212,8 @@ pub(crate) fn restore(flags: &RestoreFlags) -> Result<Vec<Row>, BenchError> {
 
 fn rows(flags: &RestoreFlags, all: &[Figures]) -> Vec<Row> {
     let note = format!(
-        "no guest; {THREADS} threads touch {} MiB, every fourth page by a write",
+        "no guest; {} threads touch {} MiB, every fourth page by a write",
+        flags.threads,
         flags.working_set >> 20
     );
     let mut rows = Vec::new();
@@ -368,6 +373,7 @@ impl One<'_> {
             memory,
             bytes: self.flags.memory,
             working_set: self.flags.working_set,
+            threads: self.flags.threads as usize,
         })?;
         vmm.expect("ready")?;
         self.prepare_cache()?;

@@ -95,6 +95,7 @@ fn one(pager: &Restarted) -> Result<(Duration, f64), BenchError> {
                 memory: Memory::Pager(pager.socket(vm)),
                 bytes: MEMORY,
                 working_set: MEMORY,
+                threads: 1,
             },
             pace: PACE,
         };

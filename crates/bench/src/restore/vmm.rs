@@ -16,8 +16,6 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// The threads that touch memory.
-pub(crate) const THREADS: usize = 8;
 /// One touch in so many is a write. A private mapping of a file copies these pages only.
 const WRITES: usize = 4;
 
@@ -39,6 +37,8 @@ pub(crate) struct Restored {
     pub(crate) bytes: u64,
     /// The size of its working set in bytes.
     pub(crate) working_set: u64,
+    /// The threads that touch it.
+    pub(crate) threads: usize,
 }
 
 /// The cost of a VM's working set.
@@ -127,7 +127,7 @@ impl Restored {
         let (base, uffd) = self.map()?;
         let set = working_set(self.bytes, self.working_set);
         let touches = |thread: usize| -> Result<Vec<f64>, BenchError> {
-            let own = set.iter().enumerate().skip(thread).step_by(THREADS);
+            let own = set.iter().enumerate().skip(thread).step_by(self.threads);
             own.map(|(index, page)| touch(base, *page, index % WRITES == 0))
                 .collect()
         };
@@ -137,7 +137,7 @@ impl Restored {
         // Firecracker keeps its end for its whole life.
         let _stream = self.connect(base, uffd.as_ref())?;
         let times = std::thread::scope(|scope| {
-            let running: Vec<_> = (0..THREADS)
+            let running: Vec<_> = (0..self.threads)
                 .map(|thread| scope.spawn(move || touches(thread)))
                 .collect();
             let mut all = running
