@@ -1,10 +1,10 @@
 //! Both sides of the protocol for snapshots of other hosts, with a peer of any bytes: no panic, no
 //! large allocation, and nothing that the peer did not send becomes contents.
 
-use pageferry_remote::peer::Shares;
-use pageferry_remote::peer::answer::{Awaits, Limited, answer};
-use pageferry_remote::peer::talk::Talk;
-use pageferry_remote::peer::wire::{HEADER_BYTES, MAX_BODY, Reply};
+use pageferry_pager::stores::peer::Shares;
+use pageferry_pager::stores::peer::answer::{Awaits, Limited, answer};
+use pageferry_pager::stores::peer::talk::Talk;
+use pageferry_pager::stores::peer::wire::{HEADER_BYTES, MAX_BODY, Reply};
 use std::io::{self, Read, Write};
 use std::path::PathBuf;
 use std::sync::OnceLock;

@@ -13,8 +13,10 @@
 //!
 //! [`Mount`] shows snapshots as files instead: VMs that map one share its clean pages.
 //!
-//! **Neighbours.** Below: `userfault`, `snapshot` and `addr`. Above: the command line. This crate
-//! must not know machines, vCPUs or migrations.
+//! [`stores`] has snapshots of other hosts and in object stores.
+//!
+//! **Neighbours.** Below: `transport`, `hostfs`, `userfault`, `snapshot` and `addr`. Above: the
+//! command line. This crate must not know machines, vCPUs or migrations.
 
 mod answer;
 mod background;
@@ -38,6 +40,7 @@ mod serve;
 mod shared;
 mod source;
 mod status;
+pub mod stores;
 mod timeline;
 mod vm;
 mod vmm;
@@ -60,6 +63,11 @@ pub use recording::{Recording, RecordingError};
 pub use regions::Region;
 pub use shared::{Ring, Shared};
 pub use source::open as open_source;
-pub use source::{FileSource, Kept, PackedSource, Source, SourceError, Store, Stores, is_address};
+pub use source::{FileSource, PackedSource, Source, SourceError, Store, Stores, is_address};
 pub use status::{Latency, Phase, Status, Survival, VmStatus};
 pub use timeline::{Came, Timeline};
+
+/// Runs the examples of the README.
+#[cfg(all(doctest, feature = "peers"))]
+#[doc = include_str!("../README.md")]
+mod readme {}

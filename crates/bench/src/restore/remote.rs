@@ -4,7 +4,7 @@ use crate::BenchError;
 use crate::peer::within;
 use pageferry_hosts::{Error, Host, Link, Rate, TwoHosts};
 use pageferry_pager::Store;
-use pageferry_remote::peer::{PeerStore, Server, Shares};
+use pageferry_pager::stores::peer::{PeerStore, Server, Shares};
 use pageferry_transport::{Listener, PlainPolicy};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Where memory may lie besides the file system: the stores of the crate `remote`.
+//! Where memory may lie besides the file system: the stores of the pager.
 
 #[cfg(feature = "peers")]
 use super::share;
@@ -68,7 +68,7 @@ impl StoreArgs {
 
     #[cfg(feature = "object-store")]
     fn objects(&self) -> Result<Arc<dyn Store>, Failure> {
-        use pageferry_remote::{Cache, ObjectStores};
+        use pageferry_pager::stores::{Cache, ObjectStores};
         let cache = match &self.cache {
             Some(directory) => Cache::at(directory, self.cache_bytes).map_err(|why| {
                 let directory = directory.display();

@@ -2,8 +2,8 @@
 //! 64 MiB, the memory of VMs apart. An honest peer gets through beside it.
 
 use crate::support::{Destination, Dir, Process, Source, ask};
-use pageferry_remote::peer::talk::Talk;
-use pageferry_remote::peer::wire::{Kind, MAX_BODY, Request};
+use pageferry_pager::stores::peer::talk::Talk;
+use pageferry_pager::stores::peer::wire::{Kind, MAX_BODY, Request};
 use pageferry_testkit::LIMIT;
 use pageferry_testkit::handshake::{PLAIN, open};
 use pageferry_transport::address::Address;

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// The last blocks of a source that is slow to read.
-pub struct Kept {
+pub(crate) struct Kept {
     block: u64,
     most: usize,
     blocks: Mutex<Blocks>,
@@ -35,8 +35,7 @@ struct Part {
 
 impl Kept {
     /// Keeps at most about `bytes` of blocks of this length, and at least one block.
-    #[must_use]
-    pub fn new(block: u64, bytes: u64) -> Self {
+    pub(crate) fn new(block: u64, bytes: u64) -> Self {
         Self {
             block,
             most: (bytes / block).max(1) as usize,
@@ -47,7 +46,7 @@ impl Kept {
 
     /// Fills the buffer from blocks that are kept, or that `find` has at hand. Returns false if one
     /// is missing, or is too short; the buffer has no meaning then.
-    pub fn read_now(
+    pub(crate) fn read_now(
         &self,
         offset: u64,
         buffer: &mut [u8],
@@ -69,7 +68,7 @@ impl Kept {
     ///
     /// # Errors
     /// Those of `fetch`.
-    pub fn read<E>(
+    pub(crate) fn read<E>(
         &self,
         offset: u64,
         buffer: &mut [u8],
@@ -119,7 +118,7 @@ impl Kept {
     }
 
     /// Forgets blocks.
-    pub fn forget(&self, indices: &Range<u64>) {
+    pub(crate) fn forget(&self, indices: &Range<u64>) {
         let mut blocks = self.locked();
         blocks.kept.retain(|(index, _)| !indices.contains(index));
     }

@@ -6,7 +6,7 @@ mod kept;
 mod packed;
 
 pub use file::FileSource;
-pub use kept::Kept;
+pub(crate) use kept::Kept;
 pub use packed::PackedSource;
 
 pub(crate) use again::again;

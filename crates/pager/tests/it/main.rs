@@ -10,6 +10,8 @@ mod process;
 mod record;
 mod restore;
 mod scene;
+#[cfg(all(feature = "object-store", feature = "peers"))]
+mod stores;
 
 /// A process of its own for each double.
 #[test]

@@ -1,12 +1,12 @@
 //! A real server of S3: the program `s3s-fs`, which `.ci/slow` installs and names in
 //! `PAGEFERRY_S3S`.
 
-use crate::object::put_packed;
-use crate::restore::{config, memory, restore};
-use crate::server::{Behaviour, Fault, Server};
-use crate::{HASTY, PATIENT, Scratch, contents, stores};
+use crate::stores::object::put_packed;
+use crate::stores::restore::{config, memory, restore};
+use crate::stores::server::{Behaviour, Fault, Server};
+use crate::stores::{HASTY, PATIENT, Scratch, contents, stores};
+use pageferry_pager::stores::Cache;
 use pageferry_pager::{Format, Store, Stores};
-use pageferry_remote::Cache;
 use pageferry_testkit::{skip, wait_until};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};

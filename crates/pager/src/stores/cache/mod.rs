@@ -6,18 +6,18 @@
 //! is full, slow or broken fails no read and delays none.
 //!
 //! **Mechanism.** [`Cache::wrap`] gives one `Cached` for a source and its identity, with blocks of
-//! [`BLOCK`] bytes. [`Kept`] joins the reads, and has the last blocks in memory. A thread writes
+//! [`BLOCK`] bytes. `Kept` joins the reads, and has the last blocks in memory. A thread writes
 //! blocks to disk, and what it cannot keep up with is passed over.
 //!
-//! **Neighbours.** Below: [`Source`] and [`Kept`] of `pager`.
+//! **Neighbours.** Below: [`Source`] and `Kept` of `source`.
 
 mod disk;
 mod index;
 
-use crate::locked;
+use crate::source::{Kept, Source, SourceError};
+use crate::vm::locked;
 use disk::{Disk, Loaded};
 use index::Key;
-use pageferry_pager::{Kept, Source, SourceError};
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;

@@ -12,15 +12,15 @@
 //!
 //! **Neighbours.** Below: [`Store`] and [`Source`] of `pager`, and the cache.
 
-use crate::Cache;
-use crate::reasons::{self, is_final};
+use crate::stores::Cache;
+use crate::stores::reasons::{self, is_final};
+use crate::{FileSource, Source, SourceError, Store};
 use futures_util::{FutureExt, StreamExt};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::path::Path;
 use object_store::{Error, GetOptions, ObjectMeta, ObjectStore, RetryConfig};
-use pageferry_pager::{FileSource, Source, SourceError, Store};
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -463,7 +463,7 @@ impl Source for Object {
     }
 
     fn block(&self) -> u64 {
-        crate::cache::BLOCK
+        crate::stores::cache::BLOCK
     }
 
     fn reads(&self) -> usize {

@@ -1,6 +1,6 @@
 //! A peer's files have the contents that they have at the peer.
 
-use crate::scene::{Scene, memory, read_all, rewrite};
+use crate::stores::scene::{Scene, memory, read_all, rewrite};
 use pageferry_pager::{Format, SourceError, Store, Stores};
 use pageferry_snapshot::{Input, Options, Snapshot, pack};
 use std::fs::File;

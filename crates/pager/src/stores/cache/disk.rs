@@ -9,7 +9,7 @@
 
 use super::BLOCK;
 use super::index::{Entry, Index, Key, RECORD};
-use crate::locked;
+use crate::vm::locked;
 use pageferry_hostfs::own_directory;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};

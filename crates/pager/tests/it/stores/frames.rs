@@ -1,6 +1,6 @@
 //! Frames are taken apart as they were put together, and nothing else is.
 
-use pageferry_remote::peer::wire::{
+use pageferry_pager::stores::peer::wire::{
     Code, HEADER_BYTES, Kind, MAX_BODY, Opened, Reply, Request, decode_extents, encode_extents,
 };
 use proptest::prelude::*;

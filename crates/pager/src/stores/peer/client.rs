@@ -10,8 +10,8 @@
 use super::error::PeerError;
 use super::talk::Talk;
 use super::wire::{Code, MAX_BODY, Opened};
-use crate::locked;
-use pageferry_pager::{Kept, Source, SourceError};
+use crate::source::{Kept, Source, SourceError};
+use crate::vm::locked;
 use pageferry_transport::address::Address;
 use pageferry_transport::handshake::{Identity, dial};
 use pageferry_transport::wire::{ChannelKey, Role};

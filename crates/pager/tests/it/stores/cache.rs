@@ -1,9 +1,9 @@
 //! The cache, over a source in memory that counts its reads.
 
-use crate::{Scratch, contents};
+use crate::stores::{Scratch, contents};
+use pageferry_pager::stores::Cache;
+use pageferry_pager::stores::cache::BLOCK;
 use pageferry_pager::{Source, SourceError};
-use pageferry_remote::Cache;
-use pageferry_remote::cache::BLOCK;
 use proptest::prelude::*;
 use std::io;
 use std::os::unix::fs::FileExt;

@@ -1,9 +1,9 @@
 //! A directory of files, a server that shares it, and stores that read from there.
 
-use crate::Scratch;
+use crate::stores::Scratch;
+use pageferry_pager::stores::peer::talk::Talk;
+use pageferry_pager::stores::peer::{Limits, PeerStore, Server, Shares};
 use pageferry_pager::{Source, SourceError, Store};
-use pageferry_remote::peer::talk::Talk;
-use pageferry_remote::peer::{Limits, PeerStore, Server, Shares};
 use pageferry_testkit::certificates::{Authority, Side, Validity};
 use pageferry_testkit::wait_for;
 use pageferry_transport::address::Address;

@@ -1,10 +1,10 @@
 //! A server that lies: nothing of it becomes contents.
 
-use crate::scene::{listener, plain_store};
-use pageferry_pager::{Source, SourceError, Store};
-use pageferry_remote::peer::wire::{
+use crate::stores::scene::{listener, plain_store};
+use pageferry_pager::stores::peer::wire::{
     Code, HEADER_BYTES, Kind, Opened, Reply, Request, encode_extents,
 };
+use pageferry_pager::{Source, SourceError, Store};
 use pageferry_testkit::LIMIT;
 use pageferry_testkit::handshake::PLAIN;
 use pageferry_transport::handshake::{Acceptor, Arrival, Expected, Router, Stranger};

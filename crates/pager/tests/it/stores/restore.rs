@@ -1,10 +1,10 @@
 //! Whole restores over a server that fails: every page right.
 
-use crate::object::put_packed;
-use crate::server::{Behaviour, Fault, Server};
-use crate::{HASTY, PATIENT, Scratch, stores};
+use crate::stores::object::put_packed;
+use crate::stores::server::{Behaviour, Fault, Server};
+use crate::stores::{HASTY, PATIENT, Scratch, stores};
+use pageferry_pager::stores::Cache;
 use pageferry_pager::{Format, Name, Pager, Phase, Recording, Restore, Settings, Store, Stores};
-use pageferry_remote::Cache;
 use pageferry_testkit::firecracker::{Config, Double, Fields, PAGE_BYTES, Task, write_memory_file};
 use pageferry_testkit::wait_until;
 use std::path::Path;

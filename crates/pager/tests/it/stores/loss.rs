@@ -1,8 +1,8 @@
 //! A connection or a server is lost.
 
-use crate::scene::{PLAIN, Scene, memory, plain_server, read_all, socket_address};
+use crate::stores::scene::{PLAIN, Scene, memory, plain_server, read_all, socket_address};
 use pageferry_pager::Store;
-use pageferry_remote::peer::{Limits, PeerStore, Shares};
+use pageferry_pager::stores::peer::{Limits, PeerStore, Shares};
 use pageferry_testkit::shaper::{Direction, Plan, Shaper, Which};
 use pageferry_testkit::wait_until;
 use std::time::{Duration, Instant};

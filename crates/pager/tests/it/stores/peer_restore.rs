@@ -1,6 +1,6 @@
 //! A whole VM starts from a peer's file.
 
-use crate::scene::Scene;
+use crate::stores::scene::Scene;
 use pageferry_pager::{Format, Pager, Phase, Restore, Settings, Stores};
 use pageferry_snapshot::{Input, Options, pack};
 use pageferry_testkit::firecracker::{Config, Double, Fields, PAGE_BYTES, Task, write_memory_file};

@@ -1,8 +1,8 @@
 //! Only peers with a certificate get bytes, and only bytes that are shared.
 
-use crate::scene::{PLAIN, Scene, memory, plain_server, plain_store, store_of, talk};
+use crate::stores::scene::{PLAIN, Scene, memory, plain_server, plain_store, store_of, talk};
 use pageferry_pager::Store;
-use pageferry_remote::peer::{Limits, PeerStore, ServeError, Server, ShareError, Shares};
+use pageferry_pager::stores::peer::{Limits, PeerStore, ServeError, Server, ShareError, Shares};
 use pageferry_testkit::certificates::{Authority, Validity};
 use pageferry_transport::{Listener, PlainPolicy};
 use std::os::unix::fs::symlink;

@@ -10,7 +10,7 @@
 //! [`MAX_CONNECTIONS`] of them a file, and [`Server`] has a thread for each.
 //!
 //! **Neighbours.** Below: the crate `transport` opens connections and has room for them.
-//! [`FileSource`](pageferry_pager::FileSource) reads what the server shares.
+//! [`FileSource`](crate::FileSource) reads what the server shares.
 
 mod address;
 #[doc(hidden)]

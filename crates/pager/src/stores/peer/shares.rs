@@ -3,7 +3,7 @@
 //! **Guarantee.** No name leads out of what is shared: not by `..`, not by a symbolic link, and not
 //! by a file system that changes meanwhile. The kernel resolves names below the directory.
 
-use pageferry_pager::{FileSource, SourceError};
+use crate::{FileSource, SourceError};
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
 use std::collections::BTreeMap;

@@ -1,8 +1,8 @@
 //! What peers may cost a server.
 
-use crate::scene::{Scene, memory, plain_server, plain_store, socket_address, talk};
+use crate::stores::scene::{Scene, memory, plain_server, plain_store, socket_address, talk};
 use pageferry_pager::Store;
-use pageferry_remote::peer::{Limits, Shares, wire};
+use pageferry_pager::stores::peer::{Limits, Shares, wire};
 use pageferry_testkit::handshake::{PLAIN, open};
 use pageferry_testkit::wait_until;
 use pageferry_transport::handshake::Identity;

@@ -14,16 +14,10 @@ mod scene;
 mod server;
 mod trust;
 
-use pageferry_remote::{Cache, ObjectStores, Patience};
+use pageferry_pager::stores::{Cache, ObjectStores, Patience};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
-
-/// A process of its own for each double.
-#[test]
-fn firecracker_double() {
-    pageferry_testkit::firecracker::entry();
-}
 
 /// A directory that ends with its test.
 pub(crate) struct Scratch(PathBuf);
@@ -32,7 +26,7 @@ impl Scratch {
     pub(crate) fn new(name: &str) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let name = format!("pageferry-remote-{}-{number}-{name}", std::process::id());
+        let name = format!("pageferry-stores-{}-{number}-{name}", std::process::id());
         let path = std::env::temp_dir().join(name);
         std::fs::create_dir(&path).expect("a directory");
         Self(path)

@@ -5,7 +5,7 @@ use super::shares::Shares;
 use super::wire::{
     Code, HEADER_BYTES, Kind, MAX_IDENTITY, MAX_SENTENCE, Opened, Reply, Request, encode_extents,
 };
-use pageferry_pager::{FileSource, Source, SourceError};
+use crate::{FileSource, Source, SourceError};
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 

@@ -3,8 +3,8 @@
 use super::address::Address;
 use super::client::{Peer, PeerSource};
 use super::error::PeerError;
-use crate::locked;
-use pageferry_pager::{Source, SourceError, Store};
+use crate::vm::locked;
+use crate::{Source, SourceError, Store};
 use pageferry_transport::address::Address as Host;
 use pageferry_transport::{PlainPolicy, Tls};
 use std::collections::BTreeMap;

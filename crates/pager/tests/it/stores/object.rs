@@ -1,11 +1,11 @@
 //! Reads of objects.
 
-use crate::server::{Behaviour, Fault, Server};
-use crate::{HASTY, PATIENT, Scratch, contents, stores};
+use crate::stores::server::{Behaviour, Fault, Server};
+use crate::stores::{HASTY, PATIENT, Scratch, contents, stores};
 use hyper::StatusCode;
+use pageferry_pager::stores::cache::BLOCK;
+use pageferry_pager::stores::{Cache, ObjectStores, Patience};
 use pageferry_pager::{Format, Source, SourceError, Store, Stores};
-use pageferry_remote::cache::BLOCK;
-use pageferry_remote::{Cache, ObjectStores, Patience};
 use pageferry_snapshot::{Input, Options, Snapshot, pack};
 use std::fs::File;
 use std::io::ErrorKind;
