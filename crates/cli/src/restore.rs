@@ -16,6 +16,7 @@ use crate::signals::Interrupts;
 use crate::sockets;
 use crate::vm::{Disks, GuestDescription, Vm, check_backing};
 use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_hostfs::Folder;
 use pageferry_machine::Backing;
 use pageferry_migration::{MAX_SAVED_BYTES, SavedVm};
 use pageferry_pager::{Name, Pager, Phase, Region, Restore, Settings, Status, connect};
@@ -24,7 +25,7 @@ use pageferry_userfault::uffd::Userfaultfd;
 use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 /// `pageferry restore`: starts a saved VM, whose memory comes when it is touched.
@@ -89,8 +90,9 @@ struct Memory {
 
 /// A pager in this process.
 struct Own {
+    /// Ends before its directory goes: its VM has ended, so nobody takes it up.
     pager: Pager,
-    directory: PathBuf,
+    _directory: Folder,
 }
 
 impl Memory {
@@ -123,15 +125,20 @@ impl Memory {
             memory.stream = Some(stream);
             return Ok(memory);
         }
-        let directory = sockets::path_for(None, Some(&format!("restore-{}", std::process::id())))?;
+        let above = sockets::made()?;
+        let directory = Folder::within(&above)
+            .map_err(|why| Failure::os(format!("no directory in {}", above.display()), why))?;
         let settings = Settings {
-            directory: directory.clone(),
+            directory: directory.path().to_owned(),
             ..Settings::default()
         };
         let internal = |why: &dyn std::fmt::Display| Failure::new(Exit::Internal, why.to_string());
         let pager = Pager::start(settings).map_err(|why| internal(&why))?;
-        let socket = directory.join("socket");
-        let own = memory.own.insert(Own { pager, directory });
+        let socket = directory.path().join("socket");
+        let own = memory.own.insert(Own {
+            pager,
+            _directory: directory,
+        });
         let file = args.directory.join(MEMORY);
         let mut restore = Restore::new(&file, &socket);
         restore.background = args.background;
@@ -175,12 +182,5 @@ fn refusal(stream: &UnixStream) -> Option<String> {
             Some(why.unwrap_or(&text).escape_debug().to_string())
         }
         Err(_) => None,
-    }
-}
-
-impl Drop for Own {
-    fn drop(&mut self) {
-        // Its VM has ended, so nobody takes it up.
-        let _ = std::fs::remove_dir_all(&self.directory);
     }
 }

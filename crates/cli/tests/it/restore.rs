@@ -84,6 +84,25 @@ fn saved_vms_go_on_from_one_snapshot() {
     }
 }
 
+/// The next process in the same place removes what is left (`hostfs::Folder`).
+#[test]
+fn a_killed_restore_leaves_nothing_that_stays() {
+    if !usable() {
+        return;
+    }
+    let dir = Dir::new();
+    let (snapshot, _) = saved(&dir, "soft");
+    let socket = dir.path("vm");
+    let vm = start(&dir, &socket, &["restore", snapshot.to_str().unwrap()]);
+    vm.wait_until_said("control socket");
+    vm.signal(rustix::process::Signal::KILL);
+    let _ = vm.end();
+    let left = std::fs::read_dir(dir.path("pageferry")).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+    let goes = |name: &std::ffi::OsString| name.to_string_lossy().starts_with(".pageferry-");
+    assert!(left.iter().all(goes) && left.len() == 1, "{left:?}");
+}
+
 /// The second snapshot has pages that were never touched between the two.
 #[test]
 fn a_restored_vm_is_saved_again_and_moves_away() {
