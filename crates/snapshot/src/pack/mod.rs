@@ -12,6 +12,7 @@ mod worker;
 mod writer;
 
 use crate::Progress;
+use crate::blob::Blob;
 use crate::codec::Compression;
 use crate::details::{Base, Details, Labels, MAX_LABEL, State, is_file_name, is_state_name};
 use crate::error::PackError;
@@ -47,6 +48,8 @@ pub enum Input<'a> {
     File(&'a File),
     /// A packed snapshot.
     Packed(&'a Snapshot),
+    /// Memory that is in no file, without holes.
+    Blob(&'a dyn Blob),
 }
 
 impl Input<'_> {
@@ -58,6 +61,7 @@ impl Input<'_> {
                 Ok((found.len(), found.modified().ok()))
             }
             Self::Packed(snapshot) => Ok((snapshot.len(), None)),
+            Self::Blob(blob) => Ok((blob.bytes().map_err(PackError::Read)?, None)),
         }
     }
 }

@@ -94,7 +94,7 @@ impl<'a> Worker<'a> {
             input,
             extents: match input {
                 Input::File(file) => Some(Extents::new(file)),
-                Input::Packed(_) => None,
+                Input::Packed(_) | Input::Blob(_) => None,
             },
             geometry: *geometry,
             base: options.base,
@@ -147,6 +147,10 @@ impl<'a> Worker<'a> {
             }
             (Input::Packed(snapshot), _) => {
                 snapshot.read_at(offset, chunk)?;
+                mark(&mut map, &(0..len));
+            }
+            (Input::Blob(blob), _) => {
+                blob.read_exact_at(chunk, offset).map_err(PackError::Read)?;
                 mark(&mut map, &(0..len));
             }
             (Input::File(_), None) => unreachable!("a file has extents"),
