@@ -4,7 +4,7 @@
 use pageferry_migration::{Orphan, SavedVm};
 
 pub(crate) fn run(bytes: &[u8]) {
-    let mut file = b"PFSAVED\x01".to_vec();
+    let mut file = b"PFSAVED\x02".to_vec();
     file.extend_from_slice(bytes);
     for bytes in [bytes, &file] {
         if let Ok(saved) = SavedVm::decode(bytes) {

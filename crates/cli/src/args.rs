@@ -732,18 +732,30 @@ pub(crate) struct RunArgs {
     /// `pageferry console` shows its console. Messages go on only if standard error is a file
     #[arg(long)]
     pub(crate) detach: bool,
+    #[command(flatten)]
+    pub(crate) save: SaveArgs,
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
+}
+
+/// Where a VM goes at its end.
+#[derive(Debug, Default, Args)]
+pub(crate) struct SaveArgs {
     /// Save the VM to this new directory when somebody asks for its end (Ctrl-C, SIGTERM, `quit`).
     /// `pageferry restore` starts it again. If that fails, the VM runs on
     #[arg(long, value_name = "DIR")]
     pub(crate) snapshot_to: Option<PathBuf>,
-    #[command(flatten)]
-    pub(crate) metrics: MetricsArgs,
+    /// Save the memory as it is, not packed. Its chunks have no checksums then, and `restore` reads
+    /// it whole before the VM runs
+    #[arg(long, requires = "snapshot_to")]
+    pub(crate) raw: bool,
 }
 
 /// `pageferry restore`.
 #[derive(Debug, Args)]
 pub(crate) struct RestoreArgs {
-    /// A directory that `run --snapshot-to` wrote. It is only read: several VMs may start from it.
+    /// A directory that `run --snapshot-to` wrote. It is only read: several VMs may start from it,
+    /// each with its own copy of a disk.
     /// With --for, a snapshot directory of Cloud Hypervisor, or its address, such as
     /// pageferry://HOST:PORT/NAME or s3://bucket/snapshot
     #[arg(value_name = "DIR")]
@@ -754,8 +766,8 @@ pub(crate) struct RestoreArgs {
         long = "for",
         value_name = "ch:API_SOCKET",
         conflicts_with_all = [
-            "control", "name", "detach", "snapshot_to", "background", "record", "replay", "pager",
-            "console", "ignore_limits", "address",
+            "control", "name", "detach", "snapshot_to", "raw", "changed_disk", "background",
+            "record", "replay", "pager", "console", "ignore_limits", "address",
         ]
     )]
     pub(crate) for_vmm: Option<crate::bridge::Vmm>,
@@ -777,9 +789,12 @@ pub(crate) struct RestoreArgs {
     /// Go on in the background once the VM runs: print its name, and end with 0
     #[arg(long)]
     pub(crate) detach: bool,
-    /// Save the VM to this new directory when somebody asks for its end
-    #[arg(long, value_name = "DIR")]
-    pub(crate) snapshot_to: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) save: SaveArgs,
+    /// Start the VM although a disk that it may write has changed since it was saved. The guest may
+    /// destroy its file systems
+    #[arg(long)]
+    pub(crate) changed_disk: bool,
     /// Load all memory too: off, idle (while no fault waits), or at most this size a second
     #[arg(long, value_name = "off|idle|SIZE", default_value = "off", value_parser = crate::pager::background)]
     pub(crate) background: Background,
@@ -789,7 +804,8 @@ pub(crate) struct RestoreArgs {
     /// Load the pages of this recording ahead of the faults
     #[arg(long, value_name = "FILE")]
     pub(crate) replay: Option<PathBuf>,
-    /// Take memory from the pager that waits at this socket, for the file DIR/memory
+    /// Take memory from the pager that waits at this socket, for the file DIR/memory: `pager run
+    /// --packed`, without --packed for one of --raw
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["background", "record", "replay"])]
     pub(crate) pager: Option<PathBuf>,
     /// The console of a guest that has one: a file, or - for this terminal

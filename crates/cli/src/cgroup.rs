@@ -4,8 +4,8 @@
 //! a container. The tightest level counts. Versions 2 and 1 of the interface are read, as
 //! `/proc/self/cgroup` names them.
 //!
-//! Memory that the kernel takes back before it enforces a limit counts as left: the page cache that
-//! nobody has used lately, and slabs that can be freed.
+//! Memory that the kernel takes back before it enforces a limit counts as left: the page cache of
+//! files, and slabs that can be freed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -78,8 +78,8 @@ impl Resource {
     /// `total_` count the groups below, as its usage does.
     const fn reclaimable(self, v2: bool) -> &'static [&'static str] {
         match (self, v2) {
-            (Self::Memory, true) => &["inactive_file", "slab_reclaimable"],
-            (Self::Memory, false) => &["total_inactive_file"],
+            (Self::Memory, true) => &["active_file", "inactive_file", "slab_reclaimable"],
+            (Self::Memory, false) => &["total_active_file", "total_inactive_file"],
             _ => &[],
         }
     }
@@ -242,7 +242,7 @@ mod tests {
         tree.level("a", V2, "1000", "900");
         let stat = "anon 50\nfile 800\ninactive_file 500\nactive_file 300\nslab_reclaimable 40";
         tree.file("a", "memory.stat", stat);
-        assert_eq!(tree.left("0::/a\n"), Some(1000 - 900 + 500 + 40));
+        assert_eq!(tree.left("0::/a\n"), Some(1000 - 900 + 500 + 300 + 40));
         // More may be taken back than is in use, if the counters are of different moments.
         tree.file("a", "memory.stat", "inactive_file 5000");
         assert_eq!(tree.left("0::/a\n"), Some(1000));
@@ -250,9 +250,9 @@ mod tests {
         tree.file(
             "memory/b",
             "memory.stat",
-            "inactive_file 1\ntotal_inactive_file 600",
+            "inactive_file 1\ntotal_inactive_file 600\ntotal_active_file 50",
         );
-        assert_eq!(tree.left("4:memory:/b\n"), Some(700));
+        assert_eq!(tree.left("4:memory:/b\n"), Some(750));
     }
 
     #[test]

@@ -135,7 +135,7 @@ fn create(path: &Path) -> Result<File, Failure> {
     })
 }
 
-/// Writes what the guest writes, until `stop` holds and there is no more.
+/// Writes what the guest writes, until `stop` holds. A guest may go on for ever after that.
 fn show(console: &Console, to: &Sink, stop: &AtomicBool) {
     let mut losses = Losses::default();
     loop {
@@ -143,10 +143,11 @@ fn show(console: &Console, to: &Sink, stop: &AtomicBool) {
         let text = console.read(INTERVAL);
         if !text.is_empty() {
             to.push(&text, PATIENCE);
-        } else if last {
-            break;
         }
         losses.look(to);
+        if last {
+            break;
+        }
     }
     let deadline = Instant::now() + PATIENCE;
     to.drain(&|| Instant::now() >= deadline);

@@ -28,9 +28,9 @@ pub(crate) enum Exit {
     /// Nobody answers at the address, or large packets do not get there.
     Unreachable = 6,
     /// The peer speaks another protocol or another version, or sends invalid data. A snapshot is
-    /// damaged.
+    /// damaged, or its files are of different snapshots.
     Protocol = 7,
-    /// The peer refused. A snapshot is not what was expected.
+    /// The peer refused. A snapshot, or the disk of a saved VM, is not what was expected.
     Refused = 8,
     /// Ctrl-C, or a request over the control socket.
     Cancelled = 9,
@@ -63,7 +63,7 @@ Exit codes:
    5  the address or socket is in use or cannot be listened on
    6  the address refuses connections or cannot be reached, also if only large packets cannot
    7  the peer speaks another protocol or version; damaged data from it, or in a snapshot
-   8  the peer refused (mismatched machine, busy, its limits), or --expect-... of a snapshot did
+   8  the peer refused (mismatched machine, busy, its limits); --expect-... or a changed disk did
    9  cancelled (Ctrl-C); before the switch-over the VM runs on at the source
   10  the migration ended after the switch-over: the VM at the destination is incomplete
   11  no VM answers on that control socket, or no VMM listens for a tunnel

@@ -202,9 +202,22 @@ fn offer(bytes: &[u8]) {
     }
 }
 
-/// Writes one line to stderr.
+/// Writes a line to stderr, or more.
 pub(crate) fn note(text: &str) {
-    diagnostics(format!("pageferry: {text}\n").as_bytes());
+    diagnostics(format!("pageferry: {}\n", plain(text)).as_bytes());
+}
+
+/// Text that may be of others, for a terminal, which obeys control characters: all of them are
+/// escaped but tabs and the ends of lines.
+pub(crate) fn plain(text: &str) -> String {
+    let mut plain = String::new();
+    for c in text.chars() {
+        match c.is_control() && !matches!(c, '\n' | '\t') {
+            true => plain.extend(c.escape_default()),
+            false => plain.push(c),
+        }
+    }
+    plain
 }
 
 /// Writes a failure to stderr.

@@ -1,7 +1,7 @@
 //! `pageferry receive`: receives a VM and runs it.
 
 use crate::activation;
-use crate::args::ReceiveArgs;
+use crate::args::{ReceiveArgs, SaveArgs};
 use crate::bridge::Vmm;
 use crate::console::Shown;
 use crate::control::options::{limits, plain};
@@ -335,7 +335,7 @@ fn keep(
     if let Some(report) = report.as_ref().filter(|_| shown && !args.json) {
         output::result(&report.table(args.details.verbose));
     }
-    let ended = host.keep(jobs, interrupts, None)?;
+    let ended = host.keep(jobs, interrupts, &SaveArgs::default())?;
     if let Some(received) = report.as_mut().and_then(|report| report.received.as_mut()) {
         received.large_mappings = large();
     }

@@ -1,7 +1,7 @@
 //! `pageferry restore`: a VM that `run --snapshot-to` saved starts again before its memory is read.
 //!
-//! **Guarantee.** It runs as it was saved. Its directory is only read, so several VMs may start
-//! from one.
+//! **Guarantee.** It runs as it was saved, with the memory and the disks of its state. Its directory
+//! is only read, so several VMs may start from one, each on its own copy of a disk.
 //!
 //! **Mechanism.** The VM has private memory that a userfaultfd serves. A pager in this process, or
 //! one that the user names, brings each page when it is touched. A snapshot of another VMM goes to
@@ -11,21 +11,30 @@ use crate::args::RestoreArgs;
 use crate::exit::{Exit, Failure};
 use crate::host::{MEMORY, STATE, check_target};
 use crate::pager::of_restore;
+use crate::progress::with_progress;
 use crate::run::{Keeping, Owner};
 use crate::signals::Interrupts;
+use crate::snapshot::{of_open, of_pack};
 use crate::sockets;
-use crate::vm::{Disks, GuestDescription, Vm, check_backing};
+use crate::vm::{Disks, GuestDescription, SavedFiles, Vm, check_backing};
 use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_hostfs::Folder;
 use pageferry_machine::Backing;
 use pageferry_migration::{MAX_SAVED_BYTES, SavedVm};
-use pageferry_pager::{Name, Pager, Phase, Region, Restore, Settings, Status, connect};
+use pageferry_pager::{
+    Format, Name, Pager, Phase, Region, Restore, Settings, Status, connect, open_source,
+};
+use pageferry_snapshot::{OpenError, Snapshot, open_input, raw_id};
 use pageferry_transport::tls::read_regular_file;
 use pageferry_userfault::uffd::Userfaultfd;
 use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
+
+/// The pages of a pager that the user names that are compared with its file.
+const SAMPLES: u64 = 16;
 
 /// `pageferry restore`: starts a saved VM, whose memory comes when it is touched.
 ///
@@ -52,31 +61,94 @@ pub(crate) fn restore(
     let bytes =
         read_regular_file(&path, MAX_SAVED_BYTES).map_err(|why| unusable(Exit::Usage, &why))?;
     let saved = SavedVm::decode(&bytes).map_err(|why| unusable(Exit::Protocol, &why))?;
-    let guest = GuestDescription::of_offer(&saved.offer())?;
+    let mut offer = saved.offer();
+    let invalid = |why: String| unusable(Exit::Protocol, &why);
+    let (files, described) = SavedFiles::decode(&offer.guest).map_err(invalid)?;
+    offer.guest = described.to_vec();
+    let guest = GuestDescription::of_offer(&offer)?;
     check_backing(&args.backing(), &guest, 1)?;
-    if let Some(target) = &args.snapshot_to {
+    if let Some(target) = &args.save.snapshot_to {
         check_target(target)?;
     }
+    check_memory(args, &files, interrupts)?;
+    let format = match files.is_packed {
+        true => Format::Packed,
+        false => Format::Raw,
+    };
     let devices = guest.open_devices(&args.devices, Disks::Ours)?;
+    if devices.disks.len() != files.disks.len() {
+        return Err(invalid("it has marks of other disks".into()));
+    }
+    for (disk, mark) in devices.disks.iter().zip(&files.disks) {
+        if !args.changed_disk {
+            disk.check(mark)?;
+        }
+    }
     let owner = Owner::start(&args.place, &args.metrics)?;
     let vm = Vm::create(&guest, Backing::Anonymous, None, devices)?;
     // The pager must not end before its VM.
     let mut memory = None;
     let load = |vm: &Vm| {
-        memory = Some(Memory::start(args, vm)?);
+        memory = Some(Memory::start(args, format, vm)?);
         saved.load(&vm.running())?;
         vm.renew_generation()
     };
     let keeping = Keeping {
         console: args.console.as_ref(),
         because: "as when it was saved",
-        snapshot_to: args.snapshot_to.as_deref(),
+        save: &args.save,
         paused: saved.is_paused(),
         detached,
     };
     let kept = owner.keep(vm, load, &keeping, interrupts);
     drop(memory);
     kept
+}
+
+/// Checks that the memory is that of the state, by its id. A packed one has it in its header, and
+/// each chunk is checked when it is read. A raw one is read whole.
+///
+/// # Errors
+/// [`Exit::Protocol`] if it is another one, [`Exit::Usage`] if it cannot be read.
+fn check_memory(
+    args: &RestoreArgs,
+    files: &SavedFiles,
+    interrupts: &Interrupts,
+) -> Result<(), Failure> {
+    let path = args.directory.join(MEMORY);
+    let unusable = |exit, why: &dyn std::fmt::Display| {
+        let path = path.display();
+        Failure::new(exit, format!("cannot restore from {path}: {why}"))
+    };
+    // The pager that the user named may have it from another host.
+    if args.pager.is_some() && !path.exists() {
+        return Ok(());
+    }
+    let found = match files.is_packed {
+        true => match Snapshot::open(&path) {
+            Ok(snapshot) => snapshot.id(),
+            Err(why @ OpenError::Io { .. }) => return Err(of_open(&why)),
+            Err(why) => return Err(unusable(Exit::Protocol, &why)),
+        },
+        false => {
+            let file = open_input(&path).map_err(|why| unusable(Exit::Usage, &why))?;
+            let (found, _) = with_progress("checking memory", &|| interrupts.any(), |progress| {
+                raw_id(&file, progress)
+            });
+            found.map_err(|why| of_pack(&why))?
+        }
+    };
+    let expected = files.memory;
+    match found == expected {
+        true => Ok(()),
+        false => Err(unusable(
+            Exit::Protocol,
+            &format_args!(
+                "it is not the memory that the file {STATE} was saved with: its id is {found}, \
+                 expected {expected}"
+            ),
+        )),
+    }
 }
 
 /// The memory of a restored VM.
@@ -89,13 +161,14 @@ struct Memory {
 
 /// A pager in this process.
 struct Own {
+    /// Ends before its directory goes: its VM has ended, so nobody takes it up.
     pager: Pager,
-    directory: PathBuf,
+    _directory: Folder,
 }
 
 impl Memory {
     /// Lets a pager serve all memory of a VM that has not run yet.
-    fn start(args: &RestoreArgs, vm: &Vm) -> Result<Self, Failure> {
+    fn start(args: &RestoreArgs, format: Format, vm: &Vm) -> Result<Self, Failure> {
         let ram = vm.running().machine.ram();
         let mut memory = Self {
             uffd: ram.demand()?,
@@ -121,19 +194,26 @@ impl Memory {
                 return Err(Failure::new(Exit::Refused, why));
             }
             memory.stream = Some(stream);
+            check_pager(&args.directory.join(MEMORY), format, vm)?;
             return Ok(memory);
         }
-        let directory = sockets::path_for(None, Some(&format!("restore-{}", std::process::id())))?;
+        let above = sockets::made()?;
+        let directory = Folder::within(&above)
+            .map_err(|why| Failure::os(format!("no directory in {}", above.display()), why))?;
         let settings = Settings {
-            directory: directory.clone(),
+            directory: directory.path().to_owned(),
             ..Settings::default()
         };
         let internal = |why: &dyn std::fmt::Display| Failure::new(Exit::Internal, why.to_string());
         let pager = Pager::start(settings).map_err(|why| internal(&why))?;
-        let socket = directory.join("socket");
-        let own = memory.own.insert(Own { pager, directory });
+        let socket = directory.path().join("socket");
+        let own = memory.own.insert(Own {
+            pager,
+            _directory: directory,
+        });
         let file = args.directory.join(MEMORY);
         let mut restore = Restore::new(&file, &socket);
+        restore.format = format;
         restore.background = args.background;
         restore.record.clone_from(&args.record);
         restore.replay.clone_from(&args.replay);
@@ -160,6 +240,40 @@ impl Memory {
     }
 }
 
+/// Compares some pages that the user's pager brings with those of the memory file, if it is here.
+///
+/// # Errors
+/// [`Exit::Protocol`] if the pager serves another file, or the file in another format.
+fn check_pager(file: &Path, format: Format, vm: &Vm) -> Result<(), Failure> {
+    if !file.exists() {
+        return Ok(());
+    }
+    let unreadable = |why: &dyn std::fmt::Display| Failure::new(Exit::Internal, why.to_string());
+    let source = open_source(file, format).map_err(|why| unreadable(&why))?;
+    let ram = vm.running().machine.ram();
+    for sample in 0..SAMPLES {
+        let page = ram.pages() * sample / SAMPLES;
+        let [mut here, mut brought] = [[0; PAGE_SIZE as usize]; 2];
+        let read = source.read(page * PAGE_SIZE, &mut here);
+        read.map_err(|why| unreadable(&why))?;
+        let read = ram.try_read(RamPage(page), &mut brought);
+        read.map_err(|why| unreadable(&why))?;
+        if here != brought {
+            let (file, how) = (
+                file.display(),
+                match format {
+                    Format::Packed => "with --packed",
+                    Format::Raw => "without --packed",
+                },
+            );
+            let why =
+                format!("the pager serves other memory than {file}: run it {how} for this file");
+            return Err(Failure::new(Exit::Protocol, why));
+        }
+    }
+    Ok(())
+}
+
 /// The reason for which a pager has refused the VM. One that serves it says nothing, and a late
 /// refusal leaves the VM waiting for its first page.
 fn refusal(stream: &UnixStream) -> Option<String> {
@@ -175,12 +289,5 @@ fn refusal(stream: &UnixStream) -> Option<String> {
             Some(why.unwrap_or(&text).escape_debug().to_string())
         }
         Err(_) => None,
-    }
-}
-
-impl Drop for Own {
-    fn drop(&mut self) {
-        // Its VM has ended, so nobody takes it up.
-        let _ = std::fs::remove_dir_all(&self.directory);
     }
 }

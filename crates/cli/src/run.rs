@@ -1,6 +1,6 @@
 //! `pageferry run`: a VM that can be migrated away.
 
-use crate::args::{ConsoleTarget, KernelArgs, MetricsArgs, PlaceArgs, RunArgs};
+use crate::args::{ConsoleTarget, KernelArgs, MetricsArgs, PlaceArgs, RunArgs, SaveArgs};
 use crate::console::Shown;
 use crate::control::server::Server;
 use crate::exit::{Exit, Failure};
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &RunArgs, detached: bool, interrupts: &Interrupts) -> Re
     }
     check_backing(&args.backing, &guest, 1)?;
     let backing = args.backing.backing;
-    if let Some(directory) = &args.snapshot_to {
+    if let Some(directory) = &args.save.snapshot_to {
         check_target(directory)?;
     }
     let owner = Owner::start(&args.place, &args.metrics)?;
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &RunArgs, detached: bool, interrupts: &Interrupts) -> Re
     let keeping = Keeping {
         console: args.kernel.console.as_ref(),
         because: &because,
-        snapshot_to: args.snapshot_to.as_deref(),
+        save: &args.save,
         paused: false,
         detached,
     };
@@ -90,7 +90,7 @@ pub(crate) struct Keeping<'a> {
     /// The reason for its engine.
     pub(crate) because: &'a str,
     /// Where it is saved when somebody asks for its end.
-    pub(crate) snapshot_to: Option<&'a Path>,
+    pub(crate) save: &'a SaveArgs,
     /// Whether it stays paused at first.
     pub(crate) paused: bool,
     /// Whether the process leaves the command that started it.
@@ -157,7 +157,7 @@ impl Owner {
             self.control.display()
         ));
         detach::ready(how.detached, &self.control, !self.named)?;
-        let ended = self.host.keep(&self.jobs, interrupts, how.snapshot_to)?;
+        let ended = self.host.keep(&self.jobs, interrupts, how.save)?;
         drop(self.server);
         drop(console);
         ended.check()?;

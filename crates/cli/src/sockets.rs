@@ -60,6 +60,15 @@ pub(crate) fn path_for(control: Option<&Path>, name: Option<&str>) -> Result<Pat
     if let Some(path) = control {
         return Ok(path.to_owned());
     }
+    let default = || format!("vm-{}", std::process::id());
+    Ok(made()?.join(name.map_or_else(default, str::to_owned)))
+}
+
+/// The directory, which is created.
+///
+/// # Errors
+/// [`Exit::Address`] when it cannot be used.
+pub(crate) fn made() -> Result<PathBuf, Failure> {
     let directory = directory();
     own_directory(&directory).map_err(|why| {
         Failure::new(
@@ -71,8 +80,7 @@ pub(crate) fn path_for(control: Option<&Path>, name: Option<&str>) -> Result<Pat
             ),
         )
     })?;
-    let default = || format!("vm-{}", std::process::id());
-    Ok(directory.join(name.map_or_else(default, str::to_owned)))
+    Ok(directory)
 }
 
 /// The names and paths of the VMs that listen in `directory`, sorted.

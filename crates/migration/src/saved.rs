@@ -22,7 +22,8 @@ use crate::wire::{
 use pageferry_machine::{Frozen, VcpuState};
 use std::time::Duration;
 
-const MAGIC: &[u8; 8] = b"PFSAVED\x01";
+/// Seven letters, and the version of the format.
+const MAGIC: &[u8; 8] = b"PFSAVED\x02";
 /// The longest wait for vCPUs to leave the guest.
 const PAUSE_LIMIT: Duration = Duration::from_secs(10);
 
@@ -145,9 +146,12 @@ impl SavedVm {
     /// [`MigrationError::Mismatch`] for bytes that are no saved VM, [`MigrationError::Wire`] and
     /// [`MigrationError::Protocol`] for damaged ones.
     pub fn decode(bytes: &[u8]) -> Result<Self, MigrationError> {
-        let mut rest = bytes
-            .strip_prefix(MAGIC)
-            .ok_or_else(|| damaged(WHAT, "it does not begin as one"))?;
+        let mut rest = bytes.strip_prefix(MAGIC).ok_or_else(|| {
+            damaged(WHAT, match bytes.starts_with(&MAGIC[..7]) {
+                true => "another version of Pageferry saved it: restore it by that, and save it anew",
+                false => "it does not begin as one",
+            })
+        })?;
         let Frame::Setup(setup) = next(&mut rest, 0)? else {
             return Err(damaged(WHAT, "it has no description of the machine"));
         };

@@ -193,6 +193,11 @@ pub enum StateError {
     },
 }
 
+/// The doubt about a sparse diff, and the ways out of it.
+const FILLED: &str = "a copy that fills holes (cat, scp, an object store, cp --sparse=never) makes \
+                      such a file, which has lost its meaning. Pack the file that the VMM wrote. If \
+                      this is it, say that its zeros are data (--zeros-are-data)";
+
 /// The failure to pack.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -245,6 +250,14 @@ pub enum PackError {
     /// The file name of the base cannot be recorded.
     #[error("the name of the base {} cannot be recorded: expected a file name of at most 255 bytes", .0.display())]
     BaseName(PathBuf),
+    /// A sparse diff without a hole.
+    #[error("the diff has no hole, so each of its pages replaces one of the base: {FILLED}")]
+    NoHoles,
+    /// A sparse diff with a long run of zeros.
+    #[error(
+        "the diff has more than 4 MiB of zeros that replace pages of the base, up to memory offset {0:#x} and on: {FILLED}"
+    )]
+    LongZeros(u64),
     /// A label is too long.
     #[error("the {0} has {1} bytes: expected at most 256")]
     Label(&'static str, usize),

@@ -22,6 +22,8 @@ pub struct Figures {
     pub lz4: u64,
     /// Stored in this file, compressed by zstd.
     pub zstd: u64,
+    /// Pages of zeros that take the place of other pages of the base. Only a packer counts them.
+    pub zeroed_pages: u64,
     /// Bytes of the chunks that are stored in this file.
     pub stored_bytes: u64,
     /// Bytes of the file.

@@ -38,6 +38,12 @@ impl<'a> Extents<'a> {
         }
     }
 
+    /// Whether the file has a hole before `end`.
+    pub(crate) fn has_hole(&self, end: u64) -> Result<bool, PackError> {
+        let first = self.behind(0).map_err(|why| PackError::Read(why.into()))?;
+        Ok(first.start > 0 || first.end < end)
+    }
+
     /// The parts of `range` that are data.
     pub(crate) fn of(&mut self, range: Range<u64>) -> Result<Vec<Range<u64>>, PackError> {
         let mut found = Vec::new();

@@ -349,22 +349,29 @@ impl Snapshot {
         }
     }
 
+    /// A block of the index. One that is damaged is read again by the next call: the bytes may have
+    /// been damaged on their way.
+    pub(crate) fn block(&self, block: u64) -> Result<&Block, Fault> {
+        let cell = &self.blocks[block as usize];
+        match cell.get() {
+            Some(block) => Ok(block),
+            None => {
+                let loaded = self.place().load(block)?;
+                // Another thread may have loaded the same meanwhile.
+                Ok(cell.get_or_init(|| loaded))
+            }
+        }
+    }
+
     /// The row of a chunk, checked.
     pub(crate) fn row(&self, index: u64) -> Result<Row, ChunkError> {
         let failed = |fault| self.error(index, 0, fault);
         if index >= self.chunks() {
             return Err(failed(Fault::OutOfRange));
         }
-        let cell = &self.blocks[(index / Geometry::BLOCK) as usize];
-        let block = match cell.get() {
-            Some(block) => block,
-            None => {
-                let loaded = self.place().load(index / Geometry::BLOCK).map_err(failed)?;
-                // Another thread may have loaded the same meanwhile.
-                cell.get_or_init(|| loaded)
-            }
-        };
-        let row = block
+        let row = self
+            .block(index / Geometry::BLOCK)
+            .map_err(failed)?
             .row((index % Geometry::BLOCK) as usize)
             .map_err(failed)?;
         let data_end = |file: u16| Some(self.files.get(usize::from(file))?.header.data_end());

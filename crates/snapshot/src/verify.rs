@@ -33,21 +33,32 @@ impl Verified {
 /// Damage does not end it. `None` if `progress` cancelled it.
 pub fn verify(snapshot: &Snapshot, progress: &mut Progress<'_>) -> Option<Verified> {
     let mut found = Verified::default();
+    let geometry = snapshot.geometry();
     let mut chunk = vec![0; snapshot.chunk_bytes() as usize];
-    for index in 0..snapshot.chunks() {
-        if progress(snapshot.geometry().offset(index), snapshot.len()).is_break() {
+    for block in 0..geometry.blocks() {
+        let (first, rows) = (block * Geometry::BLOCK, geometry.rows(block));
+        if progress(geometry.offset(first), snapshot.len()).is_break() {
             return None;
         }
-        if index % Geometry::BLOCK == 0
-            && let Err(error) = snapshot.maps(index / Geometry::BLOCK)
-        {
+        if let Err(error) = snapshot.maps(block) {
             found.add(error);
         }
-        match snapshot.read_chunk(index, &mut chunk[..snapshot.chunk_len(index)]) {
-            Ok(()) => {}
-            Err(error) => found.add(error),
+        found.chunks += rows;
+        // A block that cannot be had is read once, not for each of its chunks.
+        if let Err(fault) = snapshot.block(block) {
+            found.add(snapshot.error(first, 0, fault));
+            found.damaged += rows - 1;
+            continue;
         }
-        found.chunks += 1;
+        for index in first..first + rows {
+            if progress(geometry.offset(index), snapshot.len()).is_break() {
+                return None;
+            }
+            let to = &mut chunk[..snapshot.chunk_len(index)];
+            if let Err(error) = snapshot.read_chunk(index, to) {
+                found.add(error);
+            }
+        }
     }
     for index in 0..snapshot.states().len() {
         if let Err(error) = snapshot.read_state(index) {

@@ -3,6 +3,7 @@
 use super::save::save;
 use super::state::{Activity, Host, Jobs};
 use super::wait::{Stop, StopRequests};
+use crate::args::SaveArgs;
 use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::signals::Interrupts;
@@ -62,7 +63,7 @@ impl Ended {
 
 impl Host {
     /// Keeps the VM until it is migrated away or somebody asks for the end. Before that end, the VM
-    /// is saved to `snapshot_to`.
+    /// is saved as `how` says.
     ///
     /// # Errors
     /// When the guest cannot run any further, or the user gave a migration up after the
@@ -71,8 +72,9 @@ impl Host {
         self: &Arc<Self>,
         jobs: &Jobs,
         interrupts: &Interrupts,
-        snapshot_to: Option<&Path>,
+        how: &SaveArgs,
     ) -> Result<Ended, Failure> {
+        let snapshot_to = how.snapshot_to.as_deref();
         let mut stops = StopRequests::new(interrupts, Some(self));
         loop {
             // A `quit` that cancelled a migration still ends the VM. For a signal, the cancellation
@@ -89,7 +91,7 @@ impl Host {
             if self.quits() || asked {
                 match snapshot_to.filter(|_| self.activity() == Activity::Here) {
                     None => return Ok(Ended::Asked),
-                    Some(directory) => match self.save(directory, interrupts) {
+                    Some(directory) => match self.save(directory, how.raw, interrupts) {
                         Ok(()) => return Ok(Ended::Saved(directory.to_owned())),
                         Err(why) => output::note(&format!("{why}; the VM runs on")),
                     },
@@ -118,7 +120,7 @@ impl Host {
     }
 
     /// Saves the VM. While it is written and afterwards, nobody changes or resumes it.
-    fn save(&self, directory: &Path, interrupts: &Interrupts) -> Result<(), Failure> {
+    fn save(&self, directory: &Path, raw: bool, interrupts: &Interrupts) -> Result<(), Failure> {
         let _busy = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(vm) = self.vm() else {
             return Err(Failure::new(Exit::Internal, "there is no VM"));
@@ -127,7 +129,7 @@ impl Host {
         self.set_activity(Activity::Left {
             to: format!("the snapshot {}", directory.display()),
         });
-        let saved = save(&vm, directory, interrupts);
+        let saved = save(&vm, directory, raw, interrupts);
         if saved.is_err() {
             self.set_activity(Activity::Here);
         }

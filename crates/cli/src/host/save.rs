@@ -3,19 +3,25 @@
 //! **Guarantee.** A directory with a snapshot appears whole or not at all, and never in the place
 //! of other files. If it cannot be written, the VM runs on.
 //!
-//! **Mechanism.** The directory has `memory`, the pages of RAM in order with holes for zeros, and
-//! `state` (`migration::SavedVm`). The VM stands still while it is written.
+//! **Mechanism.** The directory has `memory`, a packed snapshot, or with `--raw` the pages of RAM in
+//! order with holes for zeros, and `state` (`migration::SavedVm`). The state names the memory by its
+//! id, and has marks of the disks. The VM stands still while it is written.
 
 use crate::exit::{Exit, Failure};
 use crate::pager::beside;
 use crate::progress::with_progress;
 use crate::signals::Interrupts;
-use crate::vm::Vm;
+use crate::snapshot::{of_open, of_pack};
+use crate::vm::{Disk, SavedFiles, Vm};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::GuestRam;
 use pageferry_migration::Stopped;
+use pageferry_snapshot::{
+    Blob, Compression, Input, Options, PackError, Progress, Snapshot, SnapshotId, pack, raw_id,
+};
 use std::fs::{DirBuilder, File};
 use std::io::{self, ErrorKind};
+use std::ops::ControlFlow;
 use std::os::unix::fs::{DirBuilderExt, FileExt};
 use std::path::{Path, PathBuf};
 
@@ -64,11 +70,16 @@ fn make(directory: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// The VM runs on, and nothing is left of the directory.
-pub(crate) fn save(vm: &Vm, directory: &Path, interrupts: &Interrupts) -> Result<(), Failure> {
+pub(crate) fn save(
+    vm: &Vm,
+    directory: &Path,
+    raw: bool,
+    interrupts: &Interrupts,
+) -> Result<(), Failure> {
     let stopped = Stopped::new(vm.running())?;
     let fresh = unfinished(directory);
     make(&fresh).map_err(|why| failed(&fresh, &why))?;
-    let written = write(vm, &stopped, &fresh, interrupts).and_then(|()| {
+    let written = write(vm, &stopped, &fresh, raw, interrupts).and_then(|()| {
         let moved = rename_new(&fresh, directory);
         moved.map_err(|why| failed(directory, &why))
     });
@@ -104,36 +115,96 @@ fn write(
     vm: &Vm,
     stopped: &Stopped<'_>,
     fresh: &Path,
+    raw: bool,
     interrupts: &Interrupts,
 ) -> Result<(), Failure> {
     let io = |why: io::Error| failed(fresh, &why);
-    let states = stopped.save(&vm.guest().to_bytes())?;
-    let states = states.encode()?;
+    let ram = vm.running().machine.ram();
+    let path = fresh.join(MEMORY);
+    let asked = interrupts.count();
+    let stop = || interrupts.count() > asked;
+    let (memory, _) = with_progress("saving memory", &stop, |progress| match raw {
+        true => copy(ram, &path, progress),
+        false => pack_to(ram, &path, progress),
+    });
+    let disks = vm.disks().iter().map(Disk::mark);
+    let files = SavedFiles {
+        is_packed: !raw,
+        memory: memory?,
+        disks: disks.collect::<Result<_, _>>()?,
+    };
+    let about = [files.to_bytes(), vm.guest().to_bytes()].concat();
+    let states = stopped.save(&about)?.encode()?;
     let file = File::create_new(fresh.join(STATE)).map_err(io)?;
     file.write_all_at(&states, 0).map_err(io)?;
     file.sync_all().map_err(io)?;
-    let memory = File::create_new(fresh.join(MEMORY)).map_err(io)?;
-    let asked = interrupts.count();
-    let (copied, _) = with_progress(
-        "saving memory",
-        &|| interrupts.count() > asked,
-        |progress| copy(vm.running().machine.ram(), &memory, progress),
-    );
-    if !copied? {
-        return Err(Failure::new(Exit::Cancelled, "the snapshot was cancelled"));
-    }
-    memory.sync_all().map_err(io)?;
     File::open(fresh).and_then(|dir| dir.sync_all()).map_err(io)
 }
 
-/// Copies memory that stands still. Returns whether it did so to the end.
-fn copy(
+fn cancelled() -> Failure {
+    Failure::new(Exit::Cancelled, "the snapshot was cancelled")
+}
+
+/// The memory of a VM that stands still.
+struct Ram<'a>(&'a GuestRam);
+
+impl Blob for Ram<'_> {
+    fn bytes(&self) -> io::Result<u64> {
+        Ok(self.0.pages() * PAGE_SIZE)
+    }
+
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        buffer.fill(0);
+        let (first, pages) = (offset / PAGE_SIZE, buffer.len() as u64 / PAGE_SIZE);
+        let end = first + pages;
+        let mut from = first;
+        while let Some(found) = self
+            .0
+            .next_allocated(RamPage(from), end - from)
+            .map_err(io::Error::other)?
+            && found.start < end
+        {
+            from = found.end.min(end);
+            let part = [found.start, from].map(|page| ((page - first) * PAGE_SIZE) as usize);
+            self.0
+                .try_read(RamPage(found.start), &mut buffer[part[0]..part[1]])
+                .map_err(io::Error::other)?;
+            if from == end {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Packs memory that stands still. Returns its id.
+fn pack_to(
     ram: &GuestRam,
-    file: &File,
-    progress: &mut pageferry_snapshot::Progress<'_>,
-) -> Result<bool, Failure> {
+    path: &Path,
+    progress: &mut Progress<'_>,
+) -> Result<SnapshotId, Failure> {
+    let options = Options {
+        compression: Compression::Zstd(1),
+        ..Options::default()
+    };
+    pack(Input::Blob(&Ram(ram)), path, options, progress).map_err(|why| match why {
+        PackError::Cancelled => cancelled(),
+        why => of_pack(&why),
+    })?;
+    Ok(Snapshot::open(path).map_err(|why| of_open(&why))?.id())
+}
+
+/// Copies memory that stands still. Returns its id.
+fn copy(ram: &GuestRam, path: &Path, progress: &mut Progress<'_>) -> Result<SnapshotId, Failure> {
     let io = |why| Failure::os("cannot write the VM's memory", why);
     let bytes = ram.pages() * PAGE_SIZE;
+    let mut options = File::options();
+    let file = options
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(path)
+        .map_err(io)?;
     file.set_len(bytes).map_err(io)?;
     let mut buffer = vec![0; (STEP * PAGE_SIZE) as usize];
     let mut from = 0;
@@ -157,8 +228,9 @@ fn copy(
         }
         from = pages.end;
         if progress(from * PAGE_SIZE, bytes).is_break() {
-            return Ok(false);
+            return Err(cancelled());
         }
     }
-    Ok(true)
+    file.sync_all().map_err(io)?;
+    raw_id(&file, &mut |_, _| ControlFlow::Continue(())).map_err(|why| of_pack(&why))
 }

@@ -21,6 +21,12 @@ pub(crate) enum SnapshotCommand {
     /// The memory file is one of Firecracker, full or diff, or `memory-ranges` of Cloud Hypervisor.
     /// It must not change meanwhile. With --base it is a diff: holes of the file mean "as in the
     /// base". Use `snapshot diff` if its holes mean zeros.
+    ///
+    /// Pack a diff where the VMM wrote it: many copies change its holes, and so its meaning. cat,
+    /// scp, object stores and cp --sparse=never fill them with zeros, which would replace pages of
+    /// the base. Such files are refused as far as they can be told. cp --sparse=always, rsync -S,
+    /// tar -S and fallocate -d dig holes, so that pages of zeros become those of the base: nothing
+    /// in the file tells that.
     #[command(after_help = crate::args::EXIT_CODES)]
     Pack(PackArgs),
     /// Give the files back that were packed
@@ -52,6 +58,10 @@ pub(crate) struct PackArgs {
     /// Pack a diff on this packed snapshot. Its name and id are recorded
     #[arg(long, value_name = "FILE")]
     pub(crate) base: Option<PathBuf>,
+    /// The zeros of the diff are the guest's. Without this flag, a diff that has no hole, or more
+    /// than 4 MiB of zeros in a row over pages of the base, is refused
+    #[arg(long, requires = "base")]
+    pub(crate) zeros_are_data: bool,
     #[command(flatten)]
     pub(crate) how: HowArgs,
 }

@@ -5,7 +5,7 @@ use pageferry_snapshot::{ChunkError, OpenError, PackError, StateError, UnpackErr
 use std::io::{Error, ErrorKind};
 
 /// Damage breaks the format. Any other file that does not serve is one that the user named.
-pub(super) fn of_open(error: &OpenError) -> Failure {
+pub(crate) fn of_open(error: &OpenError) -> Failure {
     let exit = match error.is_damage() {
         true => Exit::Protocol,
         false => Exit::Usage,
@@ -21,7 +21,7 @@ pub(super) fn of_chunk(error: &ChunkError) -> Failure {
     Failure::new(exit, error.to_string())
 }
 
-pub(super) fn of_pack(error: &PackError) -> Failure {
+pub(crate) fn of_pack(error: &PackError) -> Failure {
     let exit = match error {
         PackError::Chunk(error) => return of_chunk(error),
         PackError::Write { why, .. } => of_write(why),

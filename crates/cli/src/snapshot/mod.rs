@@ -10,11 +10,11 @@ mod show;
 mod write;
 
 pub(crate) use args::SnapshotArgs;
+pub(crate) use failure::{of_open, of_pack};
 
 use crate::exit::{Exit, Failure};
 use crate::signals::Interrupts;
 use args::SnapshotCommand;
-use failure::of_open;
 use pageferry_snapshot::Snapshot;
 use std::path::Path;
 

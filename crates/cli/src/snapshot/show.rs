@@ -1,5 +1,6 @@
 //! Results as tables and as JSON.
 
+use crate::output;
 use pageferry_harness::size::human;
 use pageferry_snapshot::{Figures, Snapshot};
 use serde_json::{Value, json};
@@ -13,6 +14,7 @@ pub(super) struct Table(String);
 impl Table {
     pub(super) fn row(&mut self, name: &str, value: impl std::fmt::Display) -> &mut Self {
         // Writing to a string cannot fail.
+        let value = output::plain(&value.to_string());
         let _ = writeln!(self.0, "  {name:<12}{value}");
         self
     }

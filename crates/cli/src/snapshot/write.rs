@@ -23,6 +23,7 @@ pub(super) fn pack(args: &PackArgs, interrupts: &Interrupts) -> Result<(), Failu
     let file = input(&args.memory)?;
     let options = Options {
         holes_as_base: true,
+        zeros_are_data: args.zeros_are_data,
         ..options(&args.how, base.as_ref())?
     };
     write(
@@ -77,6 +78,7 @@ fn options<'a>(args: &HowArgs, base: Option<&'a Snapshot>) -> Result<Options<'a>
         compression: args.compression,
         base,
         holes_as_base: false,
+        zeros_are_data: false,
         labels: Labels {
             vmm: label(&args.vmm),
             version: label(&args.vmm_version),
@@ -93,6 +95,7 @@ fn write(
     args: &HowArgs,
     interrupts: &Interrupts,
 ) -> Result<(), Failure> {
+    let is_diff = options.base.is_some();
     let base = options.base.and_then(|base| base.path().parent());
     let base = base.map(Path::to_owned);
     let (packed, took) = with_progress("pack", &|| interrupts.any(), |progress| {
@@ -105,10 +108,15 @@ fn write(
     let snapshot = open(output, &directories)?;
     if args.json {
         let mut result = show::contents_json(&snapshot, &figures);
+        result["zeroed_pages"] = json!(figures.zeroed_pages);
         result["ms"] = json!(show::ms(took));
         output::json(&result);
     } else {
         let mut table = show::contents(&snapshot, &figures);
+        if is_diff {
+            let zeroed = format!("{} pages of zeros replace others", figures.zeroed_pages);
+            table.row("zeroed", zeroed);
+        }
         table.row("took", show::took(took, snapshot.len()));
         output::result(table.text());
     }

@@ -4,6 +4,7 @@
 //! A description of each travels before the guest stops, so that a destination with others refuses
 //! in time. Disks come first, in their order, and then networks.
 
+use super::disk::Disk;
 use crate::exit::{Exit, Failure};
 use clap::Args;
 use pageferry_devices::{Block, Entropy, Mac, MmioBus, Net, Tap, VirtioDevice};
@@ -143,6 +144,8 @@ impl std::fmt::Display for DeviceKind {
 pub(crate) struct Devices {
     pub(crate) devices: Vec<Box<dyn VirtioDevice>>,
     pub(crate) kinds: Vec<DeviceKind>,
+    /// Those that the guest may write.
+    pub(crate) disks: Vec<Disk>,
 }
 
 /// Whether a disk is there at first.
@@ -203,6 +206,10 @@ impl DeviceArgs {
         let mut open = Devices::default();
         for arg in &self.disks {
             let disk = arg.open(disks)?;
+            if !arg.is_read_only {
+                let kept = Disk::new(&arg.path, &disk);
+                open.disks.push(kept.map_err(|why| arg.refused(&why))?);
+            }
             let kind = DeviceKind::Disk {
                 bytes: disk.bytes(),
                 is_read_only: arg.is_read_only,
@@ -231,10 +238,12 @@ impl DiskArg {
             Disks::Ours => Block::open,
             Disks::Elsewhere => Block::open_unlocked,
         };
-        open(&self.path, self.is_read_only).map_err(|why| {
-            let why = format!("the disk {} cannot be used: {why}", self.path.display());
-            Failure::new(Exit::Usage, why)
-        })
+        open(&self.path, self.is_read_only).map_err(|why| self.refused(&why))
+    }
+
+    fn refused(&self, why: &std::io::Error) -> Failure {
+        let why = format!("the disk {} cannot be used: {why}", self.path.display());
+        Failure::new(Exit::Usage, why)
     }
 }
 

@@ -2,10 +2,14 @@
 
 mod description;
 mod devices;
+mod disk;
+mod saved;
 
 pub(crate) use description::{GuestDescription, GuestProgram};
 pub(crate) use devices::{DeviceArgs, DeviceKind, Devices, Disks};
+pub(crate) use disk::Disk;
 pub(crate) use pageferry_harness::deliveries_of;
+pub(crate) use saved::SavedFiles;
 
 use crate::args::BackingArgs;
 use crate::exit::{Exit, Failure};
@@ -49,6 +53,7 @@ pub(crate) struct Vm {
     guest: GuestDescription,
     /// The test program, unless the guest is Linux.
     workload: Option<Workload>,
+    disks: Vec<Disk>,
 }
 
 impl Vm {
@@ -89,7 +94,13 @@ impl Vm {
             inner,
             guest,
             workload,
+            disks: devices.disks,
         })
+    }
+
+    /// The disks that its guest may write.
+    pub(crate) fn disks(&self) -> &[Disk] {
+        &self.disks
     }
 
     /// Writes the guest program into memory, with this rest after each page. The VM stays paused.

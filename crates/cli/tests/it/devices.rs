@@ -125,3 +125,46 @@ fn a_vm_of_the_soft_engine_goes_on_only_where_its_disk_is() {
     pageferry(&["quit", "--vm", there.socket.to_str().unwrap()]).assert_ok();
     there.process.end().assert_ok();
 }
+
+/// The kernel is a few instructions: the disk has changed by other hands.
+#[test]
+fn a_saved_vm_runs_only_on_its_disk_as_it_was() {
+    let dir = Dir::new();
+    let path = |name: &str| dir.path(name).to_str().unwrap().to_owned();
+    let (kernel, disk, saved) = (path("kernel"), path("disk"), path("saved"));
+    std::fs::write(&kernel, counting()).unwrap();
+    std::fs::write(&disk, [7; 4096]).unwrap();
+    let (socket, console) = (dir.path("vm"), path("console"));
+    let run = [
+        "run", "--memory", "16M", "--kernel", &kernel, "--disk", &disk,
+    ];
+    let more = ["--console", &console, "--snapshot-to", &saved];
+    let quit = |vm: Process| {
+        pageferry(&["quit", "--vm", socket.to_str().unwrap()]).assert_ok();
+        vm.end().assert_ok();
+    };
+    quit(start(&[&run[..], &more].concat(), &socket));
+
+    // A copy has other times only, also one that was touched.
+    let copy = path("copy");
+    std::fs::copy(&disk, &copy).unwrap();
+    let restore = ["restore", &saved, "--disk", &copy];
+    quit(start(&restore, &socket));
+    // Other bytes, with the time put back.
+    let modified = std::fs::metadata(&disk).unwrap().modified().unwrap();
+    let file = std::fs::File::options().write(true).open(&copy).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &[8], 3000).unwrap();
+    file.set_modified(modified).unwrap();
+    pageferry(&restore).assert_failed(8, "it has other bytes");
+    quit(start(
+        &[&restore[..], &["--changed-disk"]].concat(),
+        &socket,
+    ));
+
+    let (name, flags) = ("user.pageferry.writer", rustix::fs::XattrFlags::empty());
+    match rustix::fs::setxattr(&disk, name, &[1; 16], flags) {
+        Ok(()) => pageferry(&["restore", &saved, "--disk", &disk])
+            .assert_failed(8, "a guest has written it"),
+        Err(why) => drop(pageferry_testkit::skip("xattr", why)),
+    }
+}

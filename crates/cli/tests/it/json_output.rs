@@ -92,7 +92,7 @@ fn the_results_of_snapshot_are_described() {
     packed.assert_describes(&full, &of_info, &[]);
     let diff = run("diff @full @diff.mem @diff --state @vmstate");
     packed.assert_describes(&diff, &of_info, &[]);
-    packed.assert_describes(&run("info @diff"), &["ms"], &[]);
+    packed.assert_describes(&run("info @diff"), &["ms", "zeroed_pages"], &[]);
     let unpacked = document.section("snapshot unpack");
     unpacked.assert_describes(&run("unpack @full @unpacked"), &[], &[]);
     let verified = document.section("snapshot verify");

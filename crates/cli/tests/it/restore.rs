@@ -34,11 +34,15 @@ fn quit(socket: &Path) {
 
 /// Runs a VM of the test program, and saves it.
 fn saved(dir: &Dir, engine: &str) -> (PathBuf, u64) {
-    let (socket, snapshot) = (dir.path("first"), dir.path("snapshot"));
+    saved_to(dir, "snapshot", engine, &[])
+}
+
+fn saved_to(dir: &Dir, name: &str, engine: &str, more: &[&str]) -> (PathBuf, u64) {
+    let (socket, snapshot) = (dir.path("first"), dir.path(name));
     let target = snapshot.to_str().unwrap();
     let run = ["run", "--memory", "32M", "--vcpus", "2", "--engine"];
     let flags = [engine, "--snapshot-to", target];
-    let vm = start(dir, &socket, &[&run[..], &flags].concat());
+    let vm = start(dir, &socket, &[&run[..], &flags, more].concat());
     vm.wait_until_said("control socket");
     assert_runs_on(&socket);
     let done = pages_done(&socket);
@@ -82,6 +86,25 @@ fn saved_vms_go_on_from_one_snapshot() {
         let read = |name| std::fs::read(path.join(name)).unwrap();
         assert!(before == (read("memory"), read("state")), "it is only read");
     }
+}
+
+/// The next process in the same place removes what is left (`hostfs::Folder`).
+#[test]
+fn a_killed_restore_leaves_nothing_that_stays() {
+    if !usable() {
+        return;
+    }
+    let dir = Dir::new();
+    let (snapshot, _) = saved(&dir, "soft");
+    let socket = dir.path("vm");
+    let vm = start(&dir, &socket, &["restore", snapshot.to_str().unwrap()]);
+    vm.wait_until_said("control socket");
+    vm.signal(rustix::process::Signal::KILL);
+    let _ = vm.end();
+    let left = std::fs::read_dir(dir.path("pageferry")).unwrap();
+    let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+    let goes = |name: &std::ffi::OsString| name.to_string_lossy().starts_with(".pageferry-");
+    assert!(left.iter().all(goes) && left.len() == 1, "{left:?}");
 }
 
 /// The second snapshot has pages that were never touched between the two.
@@ -189,6 +212,7 @@ fn damaged_snapshots_are_refused() {
         (&bad[..], "checksum"),
         (&state[..200], "cut off"),
         (b"x", "no saved VM"),
+        (&[b"PFSAVED\x01", &state[8..]].concat(), "another version"),
     ] {
         std::fs::write(snapshot.join("state"), bytes).unwrap();
         pageferry(&restore).assert_failed(7, part);
@@ -198,12 +222,80 @@ fn damaged_snapshots_are_refused() {
         .write(true)
         .open(snapshot.join("memory"))
         .unwrap();
-    memory.set_len(16 << 20).unwrap();
-    pageferry(&restore).assert_failed(7, "ends behind the memory file");
+    memory.set_len(1 << 20).unwrap();
+    pageferry(&restore).assert_failed(7, "is truncated");
     std::fs::remove_file(snapshot.join("memory")).unwrap();
     pageferry(&restore).assert_failed(2, "memory");
     std::fs::remove_file(snapshot.join("state")).unwrap();
     pageferry(&restore).assert_failed(2, "state");
+}
+
+/// Each is found before the VM runs.
+#[test]
+fn a_state_runs_with_its_own_memory_only() {
+    if !usable() {
+        return;
+    }
+    let dir = Dir::new();
+    for raw in [&[][..], &["--raw"]] {
+        let [one, two] = ["one", "two"].map(|name| {
+            let name = format!("{name}{}", raw.len());
+            saved_to(&dir, &name, "soft", raw).0
+        });
+        let restore = ["restore", one.to_str().unwrap()];
+        let memory = one.join("memory");
+        let good = std::fs::read(&memory).unwrap();
+        let of_two = std::fs::read(two.join("memory")).unwrap();
+        std::fs::write(&memory, &of_two).unwrap();
+        pageferry(&restore).assert_failed(7, "it is not the memory that the file state");
+        let longer = [&good[..], &[0; 4096]].concat();
+        let mut others = vec![vec![0; good.len()], longer];
+        if !raw.is_empty() {
+            let at = good.iter().rposition(|byte| *byte != 0).unwrap();
+            others.push(good.clone());
+            others[2][at] ^= 4;
+        }
+        for other in others {
+            std::fs::write(&memory, other).unwrap();
+            pageferry(&restore).assert_failed(7, "cannot restore from");
+        }
+        std::fs::write(&memory, &good).unwrap();
+        let socket = dir.path("vm");
+        let vm = start(&dir, &socket, &restore);
+        vm.wait_until_said("control socket");
+        assert_whole(&socket);
+        quit(&socket);
+        vm.end().assert_ok();
+    }
+}
+
+/// A chunk is checked when it is read: its page never comes.
+#[test]
+fn a_damaged_chunk_of_a_saved_vm_never_becomes_memory() {
+    if !usable() {
+        return;
+    }
+    let dir = Dir::new();
+    let (snapshot, _) = saved(&dir, "soft");
+    let memory = snapshot.join("memory");
+    let mut bytes = std::fs::read(&memory).unwrap();
+    let verify = ["snapshot", "verify", memory.to_str().unwrap()];
+    pageferry(&verify).assert_ok();
+    // The first chunk has the program.
+    bytes[100] ^= 4;
+    std::fs::write(&memory, &bytes).unwrap();
+    pageferry(&verify).assert_failed(7, "chunk 0");
+    let socket = dir.path("vm");
+    let words = [
+        "restore",
+        snapshot.to_str().unwrap(),
+        "--background",
+        "idle",
+    ];
+    let vm = start(&dir, &socket, &words);
+    vm.wait_until_said("checksum is wrong");
+    vm.signal(rustix::process::Signal::KILL);
+    let _ = vm.end();
 }
 
 /// The memory comes from a pager of its own, which may die.
@@ -215,14 +307,12 @@ fn a_vm_outlives_the_pager_that_the_user_names() {
     let dir = Dir::new();
     let (snapshot, _) = saved(&dir, "soft");
     let (memory, socket) = (snapshot.join("memory"), dir.path("pager.sock"));
-    let pager = || {
+    let pager = |memory: &Path, more: &[&str]| {
         let mut command = Command::new(PAGEFERRY);
         command.args(["pager", "run", "--socket"]).arg(&socket);
-        command.arg("--memory").arg(&memory);
+        command.arg("--memory").arg(memory).args(more);
         Process::spawn(command)
     };
-    let first = pager();
-    first.wait_until_said("waiting for a VMM");
     let control = dir.path("vm");
     let words = [
         "restore",
@@ -230,11 +320,19 @@ fn a_vm_outlives_the_pager_that_the_user_names() {
         "--pager",
         socket.to_str().unwrap(),
     ];
+    let other = dir.path("other");
+    std::fs::write(&other, vec![0xff; 32 << 20]).unwrap();
+    let wrong = pager(&other, &[]);
+    wrong.wait_until_said("waiting for a VMM");
+    pageferry(&words).assert_failed(7, "run it with --packed");
+    let _ = wrong.end();
+    let first = pager(&memory, &["--packed"]);
+    first.wait_until_said("waiting for a VMM");
     let vm = start(&dir, &control, &words);
     vm.wait_until_said("control socket");
     first.signal(rustix::process::Signal::KILL);
     let _ = first.end();
-    let second = pager();
+    let second = pager(&memory, &["--packed"]);
     second.wait_until_said("serving process");
     assert_whole(&control);
     quit(&control);
@@ -294,4 +392,66 @@ fn linux_goes_on_after_a_restore() {
         ended.stderr.contains("the guest has shut down"),
         "{ended:?}"
     );
+}
+
+/// The guest writes a block that no sample has, and so do those that go on from it.
+#[test]
+fn a_restored_guest_s_writes_keep_a_second_one_from_its_disk() {
+    use crate::support::terminal::Pty;
+    let Some([kernel, initrd]) = pageferry_testkit::guest_shell() else {
+        return;
+    };
+    if !usable() {
+        return;
+    }
+    let dir = Dir::new();
+    let path = |name: &str| dir.path(name).to_str().unwrap().to_owned();
+    let (socket, snapshot, disk) = (path("vm"), path("snapshot"), path("disk"));
+    let file = std::fs::File::create(&disk).unwrap();
+    file.set_len(256 << 20).unwrap();
+    let files = [kernel, initrd].map(|file| file.to_str().unwrap().to_owned());
+    let run = [
+        &[
+            "run", "--kernel", &files[0], "--initrd", &files[1], "--memory", "64M",
+        ][..],
+        &[
+            "--cmdline",
+            "console=hvc0 quiet",
+            "--snapshot-to",
+            &snapshot,
+        ],
+    ]
+    .concat();
+    let more = ["--control", &socket, "--disk", &disk];
+    let write = |pty: &Pty, word: &str| {
+        let line = format!("echo {word} | dd of=/dev/vda bs=512 seek=300\r");
+        pty.press(line.as_bytes());
+        pty.press(format!("sync; echo {word}-$((1 + 1))\r").as_bytes());
+        pty.wait_until_shown(format!("{word}-2").as_bytes());
+    };
+    let pty = Pty::new();
+    let vm = pty.start(&[&run[..], &more].concat());
+    pty.wait_until_shown(b"guest:~# ");
+    pty.press(b"mknod /dev/vda b 254 0\r");
+    write(&pty, "one");
+    quit(Path::new(&socket));
+    vm.end().assert_ok();
+    std::fs::copy(&disk, path("copy")).unwrap();
+
+    let restore = [&["restore", &snapshot][..], &more].concat();
+    let pty = Pty::new();
+    let vm = pty.start(&restore);
+    pty.wait_until_keys_are_passed_on();
+    write(&pty, "two");
+    quit(Path::new(&socket));
+    vm.end().assert_ok();
+    pageferry(&restore).assert_failed(8, "a guest has written it");
+    let copy = path("copy");
+    let restore = ["restore", &snapshot, "--control", &socket, "--disk", &copy];
+    let pty = Pty::new();
+    let vm = pty.start(&restore);
+    pty.wait_until_keys_are_passed_on();
+    write(&pty, "three");
+    quit(Path::new(&socket));
+    vm.end().assert_ok();
 }

@@ -126,6 +126,46 @@ fn a_snapshot_that_is_not_expected_is_refused() {
     }
 }
 
+/// A copy has filled the holes of a diff.
+#[test]
+fn zeros_of_a_diff_that_may_be_filled_holes_are_refused() {
+    let dir = Dir::new();
+    files(&dir);
+    snapshot(&dir, "pack @full.mem @full").assert_ok();
+    let copy = std::fs::read(dir.path("diff.mem")).unwrap();
+    std::fs::write(dir.path("copy.mem"), copy).unwrap();
+    let pack = "pack --base @full @copy.mem @out --json";
+    snapshot(&dir, pack).assert_failed(2, "--zeros-are-data");
+    assert!(!dir.path("out").exists());
+    let ended = snapshot(&dir, &format!("{pack} --zeros-are-data"));
+    ended.assert_ok();
+    // Of the 48 pages of the base that are not zeros, the diff has one.
+    assert_eq!(ended.json()["zeroed_pages"], 47);
+    let ended = snapshot(&dir, "pack --base @full @diff.mem @diff");
+    ended.assert_ok();
+    let said = "0 pages of zeros replace others";
+    assert!(ended.stdout.contains(said), "{}", ended.stdout);
+}
+
+#[test]
+fn labels_of_others_give_a_terminal_no_orders() {
+    let dir = Dir::new();
+    files(&dir);
+    let label = "\x1b]0;x\x07\x1b[2J\u{9b}31m";
+    snapshot(&dir, &format!("pack @full.mem @packed --vmm {label}")).assert_ok();
+    let info = snapshot(&dir, "info @packed");
+    info.assert_ok();
+    let refused = snapshot(&dir, "unpack @packed @out --expect-vmm x");
+    refused.assert_failed(8, "the VMM of");
+    for text in [&info.stdout, &refused.stderr] {
+        assert!(text.contains("\\u{1b}]0;x"), "{text}");
+        assert!(
+            !text.chars().any(|c| c.is_control() && c != '\n'),
+            "{text:?}"
+        );
+    }
+}
+
 #[test]
 fn damage_ends_with_its_own_code_and_names_the_chunk() {
     let dir = Dir::new();

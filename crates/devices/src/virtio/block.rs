@@ -6,12 +6,14 @@
 //! **Mechanism.** The lock is one of the open file ([`lock`]). The process that goes on takes it
 //! again. The first request waits for it, for [`LOCK_WAIT`] at most. After that, requests fail
 //! until the lock is there. Before a request changes the disk, all the memory that it needs is
-//! here. So it is done once, at one end of a migration.
+//! here. So it is done once, at one end of a migration. Before its first write, a run writes a random
+//! number into an attribute of the file, so that a saved VM notices the writes of others.
 
 use super::lock::{Lock, lock};
 use super::{Chain, Fault, VirtioDevice};
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, XattrFlags, fallocate};
 use std::fs::{File, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -21,6 +23,8 @@ const SECTOR: u64 = 512;
 const PIECE: usize = 64 << 10;
 /// The most sectors of a request that discards or zeroes.
 const MOST_ZEROES: u32 = 32 << 10;
+/// The extended attribute of a file that names the run that wrote it last.
+const WRITER: &str = "user.pageferry.writer";
 const LOCK_WAIT: Duration = Duration::from_secs(2);
 
 const SEG_MAX: u64 = 1 << 2;
@@ -35,6 +39,8 @@ pub struct Block {
     bytes: u64,
     is_read_only: bool,
     is_locked: bool,
+    /// Whether the file names this run as its writer.
+    is_marked: bool,
     /// Since when it waits for the lock.
     waits: Option<Instant>,
 }
@@ -80,8 +86,39 @@ impl Block {
             bytes,
             is_read_only: read_only,
             is_locked: false,
+            is_marked: false,
             waits: None,
         })
+    }
+
+    /// The file, for reading beside a guest that stands still.
+    #[must_use]
+    pub const fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// The run whose guest wrote a disk last: a random number. It is zero if there was none, and
+    /// where files have no extended attributes.
+    #[must_use]
+    pub fn writer(file: &File) -> [u8; 16] {
+        let mut writer = [0; 16];
+        match rustix::fs::fgetxattr(file, WRITER, &mut writer[..]) {
+            Ok(16) => writer,
+            _ => [0; 16],
+        }
+    }
+
+    /// Names this run in the file, before its first write.
+    fn mark(&mut self) {
+        if !self.is_marked {
+            let state = RandomState::new();
+            let run = [0, 1]
+                .map(|part| state.hash_one(part).to_le_bytes())
+                .concat();
+            // Not all file systems have attributes, and a device has none.
+            let _ = rustix::fs::fsetxattr(&self.file, WRITER, &run, XattrFlags::empty());
+            self.is_marked = true;
+        }
     }
 
     /// The size of the disk in bytes.
@@ -145,6 +182,9 @@ impl Block {
         let is_write = matches!(kind, 1 | 11 | 13);
         if is_write && self.is_read_only {
             return Err(Failure::Io);
+        }
+        if is_write {
+            self.mark();
         }
         let mut given = 0;
         match kind {

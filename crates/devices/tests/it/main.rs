@@ -167,6 +167,30 @@ fn a_disk_refuses_what_it_cannot_do() {
 }
 
 #[test]
+fn a_disk_names_the_run_that_wrote_it_last() {
+    let disk = Disk::new(64 * 512);
+    let file = std::fs::File::open(&disk.0).unwrap();
+    let (name, flags) = ("user.pageferry.writer", rustix::fs::XattrFlags::empty());
+    if let Err(why) = rustix::fs::setxattr(&disk.0, name, &[0; 16], flags) {
+        pageferry_testkit::skip("xattr", why);
+        return;
+    }
+    let mut writers = vec![[0; 16]];
+    for _ in 0..2 {
+        let mut driver = Driver::of(Block::open(&disk.0, false).unwrap(), &ram());
+        driver.start();
+        assert_eq!(driver.disk(0, 0, 512), 0);
+        assert_eq!(Block::writer(&file), *writers.last().unwrap(), "a read");
+        assert_eq!(driver.disk(1, 0, 512), 0);
+        let writer = Block::writer(&file);
+        assert!(!writers.contains(&writer), "another run: {writer:?}");
+        assert_eq!(driver.disk(1, 1, 512), 0);
+        assert_eq!(Block::writer(&file), writer, "the same run");
+        writers.push(writer);
+    }
+}
+
+#[test]
 fn requests_are_answered_once_after_a_move_and_the_lock_moves_too() {
     let (disk, ram) = (Disk::new(64 * 512), ram());
     let mut here = Driver::of(Block::open(&disk.0, false).unwrap(), &ram);

@@ -12,11 +12,13 @@ mod worker;
 mod writer;
 
 use crate::Progress;
+use crate::blob::Blob;
 use crate::codec::Compression;
 use crate::details::{Base, Details, Labels, MAX_LABEL, State, is_file_name, is_state_name};
 use crate::error::PackError;
 use crate::figures::Figures;
 use crate::header::{Geometry, HEADER_BYTES, Header, MAX_BASES, MAX_STATE_BYTES, MAX_STATES};
+use crate::input::Extents;
 use crate::output::Output;
 use crate::reader::Snapshot;
 use std::fs::File;
@@ -32,6 +34,9 @@ use xxhash_rust::xxh3::xxh3_64;
 const WORKERS: usize = 2;
 /// Bytes of memory in a batch.
 const BATCH: u32 = 4 << 20;
+/// The longest run of pages of zeros in a sparse diff that may take the place of pages of the base.
+/// A guest that clears huge pages of 2 MiB, and writes one page of each, has runs of 1022.
+const MOST_ZEROED: u64 = 1024;
 /// The size of chunks, unless the caller or a base says another.
 const CHUNK_BYTES: u32 = 64 << 10;
 
@@ -43,6 +48,8 @@ pub enum Input<'a> {
     File(&'a File),
     /// A packed snapshot.
     Packed(&'a Snapshot),
+    /// Memory that is in no file, without holes.
+    Blob(&'a dyn Blob),
 }
 
 impl Input<'_> {
@@ -54,6 +61,7 @@ impl Input<'_> {
                 Ok((found.len(), found.modified().ok()))
             }
             Self::Packed(snapshot) => Ok((snapshot.len(), None)),
+            Self::Blob(blob) => Ok((blob.bytes().map_err(PackError::Read)?, None)),
         }
     }
 }
@@ -80,6 +88,10 @@ pub struct Options<'a> {
     /// Whether a hole of the input means "as in the base", as in the diff files of Firecracker.
     /// Otherwise it means zeros. Without a base it always does.
     pub holes_as_base: bool,
+    /// Whether zeros of a sparse diff are sure to be the guest's. Otherwise a diff without a hole,
+    /// and one with a long run of zeros over pages of the base, is refused: a copy that fills holes
+    /// makes such files.
+    pub zeros_are_data: bool,
     /// The labels.
     pub labels: Labels,
     /// The state files, at most 64.
@@ -105,8 +117,16 @@ pub fn pack(
         file: output.to_owned(),
         why,
     };
+    let doubts = options.base.is_some() && options.holes_as_base && !options.zeros_are_data;
+    if let Input::File(file) = input
+        && doubts
+        && !Extents::new(file).has_hole(stamp.0)?
+    {
+        return Err(PackError::NoHoles);
+    }
+    let most_zeroed = if doubts { MOST_ZEROED } else { u64::MAX };
     let to = Output::create(output).map_err(failed)?;
-    let mut writer = Writer::new(&to.file, output);
+    let mut writer = Writer::new(&to.file, output, most_zeroed);
     writer.skip(HEADER_BYTES);
     pack_chunks(input, &geometry, &options, &mut writer, progress)?;
     if input.stamp()? != stamp {

@@ -16,6 +16,9 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 /// The longest map of a chunk's pages.
 const MAX_MAP: usize = (1 << 20) / PAGE_BYTES as usize / 8;
 
+/// A bit for each page of a chunk.
+type Map = [u8; MAX_MAP];
+
 /// The chunks of a base by their contents.
 #[derive(Default)]
 pub(super) struct Known(HashMap<u128, u64>);
@@ -37,7 +40,9 @@ impl Known {
 pub(super) struct Packed {
     /// A stored chunk that is not in a base has no place yet.
     pub(super) row: Row,
-    map: [u8; MAX_MAP],
+    map: Map,
+    /// The pages of zeros that take the place of other pages of the base.
+    zeroed: Map,
 }
 
 impl Packed {
@@ -45,8 +50,14 @@ impl Packed {
         &self.map[..geometry.map_bytes()]
     }
 
-    fn new(row: Row, map: [u8; MAX_MAP]) -> Self {
-        Self { row, map }
+    /// Whether each page of the chunk is one of zeros that takes the place of another.
+    pub(super) fn zeroed(&self, pages: usize) -> impl Iterator<Item = bool> {
+        (0..pages).map(|page| has(&self.zeroed, page))
+    }
+
+    fn new(row: Row, map: Map) -> Self {
+        let zeroed = [0; MAX_MAP];
+        Self { row, map, zeroed }
     }
 }
 
@@ -83,7 +94,7 @@ impl<'a> Worker<'a> {
             input,
             extents: match input {
                 Input::File(file) => Some(Extents::new(file)),
-                Input::Packed(_) => None,
+                Input::Packed(_) | Input::Blob(_) => None,
             },
             geometry: *geometry,
             base: options.base,
@@ -138,18 +149,33 @@ impl<'a> Worker<'a> {
                 snapshot.read_at(offset, chunk)?;
                 mark(&mut map, &(0..len));
             }
+            (Input::Blob(blob), _) => {
+                blob.read_exact_at(chunk, offset).map_err(PackError::Read)?;
+                mark(&mut map, &(0..len));
+            }
             (Input::File(_), None) => unreachable!("a file has extents"),
         }
-        if let Some(base) = self.base.filter(|_| !self.holes_as_base) {
-            // Whole memory: only the pages that differ from the base belong to the diff.
-            base.read_chunk(index, other)?;
-            map = differences(chunk, other);
-            if map == [0; MAX_MAP] {
-                return Ok(Packed::new(in_base(base.row(index)?), map));
+        let mut zeroed = [0; MAX_MAP];
+        if let Some(base) = self.base {
+            let zeros = pages_where(chunk, |_, page| is_zero(page));
+            if !self.holes_as_base {
+                // Whole memory: only the pages that differ from the base belong to the diff.
+                base.read_chunk(index, other)?;
+                map = pages_where(chunk, |at, page| page != &other[at..][..page.len()]);
+                if map == [0; MAX_MAP] {
+                    return Ok(Packed::new(in_base(base.row(index)?), map));
+                }
+            } else if zeros != [0; MAX_MAP] {
+                base.read_chunk(index, other)?;
+            }
+            if zeros != [0; MAX_MAP] {
+                let others = pages_where(other, |_, page| !is_zero(page));
+                zeroed = std::array::from_fn(|at| map[at] & zeros[at] & others[at]);
             }
         }
+        let packed = |row| Ok(Packed { row, map, zeroed });
         if is_zero(chunk) {
-            return Ok(Packed::new(Row::ZERO, map));
+            return packed(Row::ZERO);
         }
         let content = xxh3_128(chunk);
         if let (Some(base), Some(&at)) = (self.base, self.known.0.get(&content))
@@ -157,20 +183,19 @@ impl<'a> Worker<'a> {
         {
             base.read_chunk(at, other)?;
             if chunk == other {
-                return Ok(Packed::new(in_base(base.row(at)?), map));
+                return packed(in_base(base.row(at)?));
             }
         }
         let (kind, bytes) = self.encoder.encode(chunk)?;
         stored.extend_from_slice(bytes);
-        let row = Row {
+        packed(Row {
             kind,
             file: 0,
             bytes: bytes.len() as u32,
             place: 0,
             stored: xxh3_64(bytes),
             content,
-        };
-        Ok(Packed::new(row, map))
+        })
     }
 }
 
@@ -186,19 +211,24 @@ fn in_base(row: Row) -> Row {
 }
 
 /// Marks the pages of a part of a chunk.
-fn mark(map: &mut [u8; MAX_MAP], part: &Range<usize>) {
+fn mark(map: &mut Map, part: &Range<usize>) {
     let size = PAGE_BYTES as usize;
     for page in part.start / size..part.end.div_ceil(size) {
         map[page / 8] |= 1 << (page % 8);
     }
 }
 
-/// The pages in which two chunks differ.
-fn differences(chunk: &[u8], other: &[u8]) -> [u8; MAX_MAP] {
+/// Whether a map has a page.
+fn has(map: &Map, page: usize) -> bool {
+    map[page / 8] >> (page % 8) & 1 != 0
+}
+
+/// The pages of a chunk, each with its place, for which `is` holds.
+fn pages_where(chunk: &[u8], is: impl Fn(usize, &[u8]) -> bool) -> Map {
     let mut map = [0; MAX_MAP];
     let size = PAGE_BYTES as usize;
-    for (page, (one, two)) in chunk.chunks(size).zip(other.chunks(size)).enumerate() {
-        if one != two {
+    for (page, bytes) in chunk.chunks(size).enumerate() {
+        if is(page * size, bytes) {
             mark(&mut map, &(page * size..(page + 1) * size));
         }
     }

@@ -5,6 +5,7 @@ use crate::codec::Kind;
 use crate::columns::{Index, Row};
 use crate::error::PackError;
 use crate::figures::Figures;
+use crate::header::PAGE_BYTES;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
@@ -24,10 +25,13 @@ pub(super) struct Writer<'a> {
     pub(super) codecs: u8,
     /// The row of the first chunk with each content in this file.
     seen: HashMap<u128, u32>,
+    /// The longest run of pages of zeros that may replace pages of the base, and the present one.
+    most_zeroed: u64,
+    zeroed: u64,
 }
 
 impl<'a> Writer<'a> {
-    pub(super) fn new(file: &'a File, path: &'a Path) -> Self {
+    pub(super) fn new(file: &'a File, path: &'a Path, most_zeroed: u64) -> Self {
         Self {
             file,
             path,
@@ -37,6 +41,8 @@ impl<'a> Writer<'a> {
             figures: Figures::default(),
             codecs: 0,
             seen: HashMap::new(),
+            most_zeroed,
+            zeroed: 0,
         }
     }
 
@@ -70,6 +76,15 @@ impl<'a> Writer<'a> {
                 let bytes;
                 (bytes, stored) = stored.split_at(row.bytes as usize);
                 row.place = self.place(&row, bytes)?;
+            }
+            let index = self.index.len() as u64;
+            let pages = batch.geometry.chunk_len(index) / PAGE_BYTES as usize;
+            for is_zeroed in chunk.zeroed(pages) {
+                self.zeroed = if is_zeroed { self.zeroed + 1 } else { 0 };
+                self.figures.zeroed_pages += u64::from(is_zeroed);
+                if self.zeroed > self.most_zeroed {
+                    return Err(PackError::LongZeros(batch.geometry.offset(index)));
+                }
             }
             self.codecs |= row.kind.codec();
             self.figures.count(&row);

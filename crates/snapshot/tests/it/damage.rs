@@ -9,8 +9,11 @@ use pageferry_snapshot::{
 };
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A small snapshot with all there can be: a diff with a state and labels.
 fn everything(dir: &Dir, compression: Compression) -> (PathBuf, Vec<u8>) {
@@ -192,4 +195,39 @@ fn other_files_and_versions_are_refused_in_their_own_words() {
     let error = open(&bytes);
     assert!(matches!(error, OpenError::Header { .. }), "{error}");
     assert!(error.is_damage());
+}
+
+/// A file that counts its reads.
+struct Counted(File, AtomicU64);
+
+impl pageferry_snapshot::Blob for Counted {
+    fn bytes(&self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.1.fetch_add(1, Ordering::Relaxed);
+        FileExt::read_exact_at(&self.0, buffer, offset)
+    }
+}
+
+#[test]
+fn a_damaged_index_is_read_once_and_not_for_each_chunk() {
+    let dir = Dir::new();
+    let path = dir.path("packed");
+    // Two blocks of the index, of zeros, of which the first is damaged.
+    let options = small(PAGE as u32, Compression::None);
+    packed(&dir.write("memory", &vec![0; 2048 * PAGE]), &path, options);
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    file.write_all_at(&[1], 72).unwrap();
+    let counted = Arc::new(Counted(file, AtomicU64::new(0)));
+    let snapshot = Snapshot::from_blob(counted.clone(), &path, |_| unreachable!()).unwrap();
+    let found = verify(&snapshot, &mut go_on).unwrap();
+    assert_eq!(
+        (found.chunks, found.damaged, found.named.len()),
+        (2048, 1024, 1)
+    );
+    assert!(found.named[0].contains("the column 'kind' is wrong"));
+    let reads = counted.1.load(Ordering::Relaxed);
+    assert!(reads < 32, "{reads} reads");
 }

@@ -1,7 +1,7 @@
 //! Sparse files: their bytes and their holes come back.
 
-use crate::support::{Dir, PAGE, all_of, go_on, noise, packed, small, sparse_on, text};
-use pageferry_snapshot::{Compression, Input, Options, Snapshot, What, pack, unpack};
+use crate::support::{Dir, PAGE, all_of, go_on, noise, packed, small, sparse_on, text, try_pack};
+use pageferry_snapshot::{Compression, Input, Options, PackError, Snapshot, What, pack, unpack};
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use std::fs::File;
@@ -140,4 +140,55 @@ fn a_diff_of_whole_memories_has_the_pages_that_differ() {
         }
         assert_eq!(merged, new, "{name}");
     }
+}
+
+/// A memory of noise as a base, and its length in pages.
+fn base_of(dir: &Dir, pages: usize) -> Snapshot {
+    let memory = dir.write("base.mem", &noise(1, pages * PAGE));
+    packed(&memory, &dir.path("base"), Options::default());
+    Snapshot::open(&dir.path("base")).unwrap()
+}
+
+#[test]
+fn a_diff_whose_holes_a_copy_has_filled_is_refused() {
+    let dir = Dir::new();
+    let base = base_of(&dir, 64);
+    let diff = dir.write_pages("diff.mem", &text(2, 64 * PAGE), &[3]);
+    let copy = dir.write("copy.mem", &std::fs::read(&diff).unwrap());
+    let out = dir.path("out");
+    let refused = try_pack(&copy, &out, sparse_on(&base)).unwrap_err();
+    assert!(matches!(refused, PackError::NoHoles), "{refused}");
+    assert!(refused.to_string().contains("cat, scp"), "{refused}");
+    assert!(!out.exists());
+    let options = Options {
+        zeros_are_data: true,
+        ..sparse_on(&base)
+    };
+    assert_eq!(packed(&copy, &out, options).zeroed_pages, 63);
+    let figures = packed(&diff, &dir.path("diff"), sparse_on(&base));
+    assert_eq!(figures.zeroed_pages, 0);
+}
+
+#[test]
+fn a_diff_with_long_runs_of_zeros_over_the_base_is_refused() {
+    let dir = Dir::new();
+    let base = base_of(&dir, 1100);
+    let diff = |name: &str, zeros: std::ops::Range<usize>| {
+        dir.write_pages(name, &vec![0; 1100 * PAGE], &zeros.collect::<Vec<_>>())
+    };
+    let out = dir.path("out");
+    // They begin within a chunk, and end in one that another worker has.
+    let refused = try_pack(&diff("long", 9..9 + 1025), &out, sparse_on(&base)).unwrap_err();
+    assert!(matches!(refused, PackError::LongZeros(_)), "{refused}");
+    assert!(!out.exists());
+    let figures = packed(&diff("short", 9..9 + 1024), &out, sparse_on(&base));
+    assert_eq!(figures.zeroed_pages, 1024);
+    // On a base that has zeros there too, they replace nothing.
+    let zeros = Snapshot::open(&out).unwrap();
+    let again = packed(
+        &diff("again.mem", 9..9 + 1024),
+        &dir.path("again"),
+        sparse_on(&zeros),
+    );
+    assert_eq!(again.zeroed_pages, 0);
 }
