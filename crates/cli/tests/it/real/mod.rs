@@ -12,6 +12,7 @@
 
 mod cloud_hypervisor;
 mod firecracker;
+mod script;
 mod vmm;
 
 use crate::support::{Dir, Ended, Process};
@@ -216,20 +217,28 @@ fn moves(kind: Kind) {
     }
 }
 
+fn with_disk(dir: &Dir) -> Devices {
+    let disk = dir.path("disk");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    Devices {
+        disk: Some(disk),
+        ..Devices::default()
+    }
+}
+
+fn with_vsock(dir: &Dir) -> Devices {
+    Devices {
+        vsock: Some(dir.path("vsock")),
+        ..Devices::default()
+    }
+}
+
 /// A disk whose file the destination does not find.
 fn missing_disk(kind: Kind) {
     let Some(program) = kind.program("") else {
         return;
     };
-    let disk = |dir: &Dir| {
-        let disk = dir.path("disk");
-        std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
-        Devices {
-            disk: Some(disk),
-            ..Devices::default()
-        }
-    };
-    let scene = Scene::start(kind, [&program, &program], &[], disk, None);
+    let scene = Scene::start(kind, [&program, &program], &[], with_disk, None);
     let [at, away] = ["disk", "away"].map(|name| scene.dir.path(name));
     std::fs::rename(&at, &away).unwrap();
     scene.assert_refused(kind.says("backing file"), |_| {
@@ -243,11 +252,7 @@ fn vsock_in_use(kind: Kind, mend: impl FnOnce(&Dir) -> Vec<String>) {
     let Some(program) = kind.program("") else {
         return;
     };
-    let vsock = |dir: &Dir| Devices {
-        vsock: Some(dir.path("vsock")),
-        ..Devices::default()
-    };
-    let scene = Scene::start(kind, [&program, &program], &[], vsock, None);
+    let scene = Scene::start(kind, [&program, &program], &[], with_vsock, None);
     scene.assert_refused(kind.says("in use"), mend);
 }
 
