@@ -315,7 +315,9 @@ enum Victim {
     Migrate,
     Receive,
     Target,
+    Source,
 }
+use Victim::{Migrate, Receive, Source, Target};
 
 /// Kills at moments spread over a move. `PAGEFERRY_REAL_KILLS` is a range of seeds.
 fn kills(kind: Kind, flags: &[&str]) {
@@ -333,9 +335,9 @@ fn kills(kind: Kind, flags: &[&str]) {
     else {
         return;
     };
-    for seed in rotating_seeds("PAGEFERRY_REAL_KILLS", 3, 60) {
-        let victim = [Victim::Migrate, Victim::Receive, Victim::Target][seed as usize % 3];
-        let way = seed as usize / 3 % 2;
+    for seed in rotating_seeds("PAGEFERRY_REAL_KILLS", 4, 60) {
+        let victim = [Migrate, Receive, Target, Source][seed as usize % 4];
+        let way = seed as usize / 4 % 2;
         // Most kills come before the end also of a move that is faster than the measured one.
         // Steps of the golden ratio spread any number of moments.
         let moment = lengths[way].mul_f64((0.35 + seed as f64 * 0.618).fract() * 0.8);
@@ -368,17 +370,17 @@ impl Scene {
             return "the move was over";
         }
         match victim {
-            Victim::Migrate => {
+            Migrate => {
                 kill(&mut migrate);
                 self.go_on(flags)
             }
-            Victim::Receive => {
+            Receive => {
                 kill(&mut self.receive);
                 self.receive = receive(&self.target, &self.dir, &self.address, &[""; 0]);
                 let sent = ended(migrate);
                 self.look(sent.code == Some(0))
             }
-            Victim::Target => {
+            Target => {
                 self.target.kill();
                 let sent = ended(migrate);
                 match self.source.state().as_str() {
@@ -394,6 +396,24 @@ impl Scene {
                     }
                     other => panic!("lost: {other} {sent:?}\n{}", self.report()),
                 }
+            }
+            Source => {
+                self.source.kill();
+                let sent = ended(migrate);
+                if sent.code == Some(0) {
+                    return self.look(true);
+                }
+                // Its memory or its state was not with `migrate` yet.
+                let says = ["does not run", "stays with its VMM"];
+                let says = says.iter().any(|words| sent.stderr.contains(words));
+                assert!(
+                    says && self.receive.is_running(),
+                    "{sent:?}\n{}",
+                    self.report()
+                );
+                let ticks = self.target.said().ticks;
+                assert!(ticks.is_empty(), "it ran: {sent:?}\n{}", self.report());
+                "ended with its program"
             }
         }
     }
