@@ -293,19 +293,26 @@ fn busy_tap(kind: Kind) {
     });
 }
 
-/// A program of another version at the destination takes the VM whole, or refuses it.
+/// A program of another version at the destination takes the VM whole, or refuses it before
+/// anything is sent. Then the VM moves to one of its own version.
 fn other_version(kind: Kind) {
     let (Some(program), Some(other)) = (kind.program(""), kind.program("_OTHER")) else {
         return;
     };
     for programs in [[&program, &other], [&other, &program]] {
         let programs = programs.map(PathBuf::as_path);
-        let scene = Scene::start(kind, programs, &[], |_| Devices::default(), None);
+        let mut scene = Scene::start(kind, programs, &[], |_| Devices::default(), None);
         let sent = ended(scene.migrate(&[]));
-        match sent.code {
-            Some(0) => scene.assert_is_there(),
-            _ => scene.assert_is_here(),
+        if sent.code == Some(0) {
+            scene.assert_is_there();
+            continue;
         }
+        let went = ["pre-copy", "switch-over"].map(|phase| sent.stderr.contains(phase));
+        assert_eq!(went, [false; 2], "something was sent: {sent:?}");
+        scene.assert_is_here();
+        scene.program = programs[0].to_owned();
+        scene.renew(&[]);
+        scene.assert_moves(&[]);
     }
 }
 
