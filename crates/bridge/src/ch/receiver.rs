@@ -15,7 +15,7 @@
 use super::check_receiver;
 use super::kept::{Answers, Main};
 use super::link::{Limit, Link};
-use super::wire::{self, Command as VmmCommand, FAULT_CONNECTION, Mapping, Range};
+use super::wire::{Command as VmmCommand, FAULT_CONNECTION, Mapping, Range};
 use crate::foreign::api::{Api, Call, Meeting};
 use crate::foreign::keeper::End;
 use crate::foreign::kept::Kept;
@@ -304,8 +304,7 @@ impl Receiver {
             let end = offset.checked_add(range.length)?;
             (end <= region.pages * PAGE_SIZE).then(|| RamPage(region.first.0 + offset / PAGE_SIZE))
         });
-        let Range { gpa, length } = range;
-        Ok(page.ok_or(wire::WireError::Range { gpa, length })?)
+        Ok(page.ok_or_else(|| range.refusal())?)
     }
 
     /// Ends both connections, and every wait on them. The process then ends its VM, unless it has

@@ -63,10 +63,6 @@ pub enum Quirk {
     NoState,
     /// State says that it is longer than any State.
     LongState,
-    /// It dies after Start.
-    DieAtStart,
-    /// It dies after a memfd.
-    DieAtMemfd,
     /// It dies 0.2 s after Config.
     DieAtConfig,
     /// It dies when its Config is answered.
