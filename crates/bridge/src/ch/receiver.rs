@@ -227,7 +227,12 @@ impl Receiver {
             VmmError::Refused(what, _) => VmmError::Refused(what, self.reason()),
             other => other,
         })?;
-        check_asks(self.process)
+        // A process that has all pages drops its userfaultfd: so the flags are read first.
+        let asks = check_asks(self.process);
+        match self.answers.asked() == self.ram.pages() {
+            true => Ok(()),
+            false => asks,
+        }
     }
 
     /// The process's own words for its refusal, which the answer of its API has.

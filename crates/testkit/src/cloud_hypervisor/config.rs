@@ -73,6 +73,8 @@ pub enum Quirk {
     DieAtComplete,
     /// As a receiver, it does not ask for pages that lie in the page cache, whatever its version.
     MissingOnly,
+    /// As a receiver, it has asked for all pages when it answers State.
+    AllFirst,
     /// As a receiver, it refuses Config.
     RefuseConfig,
     /// As a receiver, it refuses State.

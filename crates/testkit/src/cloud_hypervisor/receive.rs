@@ -121,6 +121,10 @@ fn load(vmm: &Arc<Vmm>, listener: Option<&UnixListener>, state: &[u8], rams: Vec
         Err(format!(r#"["Error restoring VM","{why}"]"#).into())
     };
     match vmm.config.quirk {
+        Quirk::AllFirst => {
+            crate::wait_until("all pages", || lock(&vmm.own).served.is_some());
+            Ok(())
+        }
         Quirk::RefuseDisk => refused("Error opening disk: No such file or directory"),
         Quirk::RefuseLock => refused("Failed to acquire an advisory lock of a disk"),
         _ => Ok(()),
@@ -139,7 +143,9 @@ fn start_serving(vmm: &Arc<Vmm>, guest: &Arc<Guest>, faults: UnixStream) -> Done
     let (serving, vmm) = (Arc::clone(guest), Arc::clone(vmm));
     let began = Instant::now();
     std::thread::spawn(move || {
-        match serve(&vmm, &serving, &uffd, &faults) {
+        let done = serve(&vmm, &serving, &uffd, &faults);
+        drop(uffd);
+        match done {
             Ok(()) => lock(&vmm.own).served = Some(began.elapsed()),
             // It has refused the VM.
             Err(_) if !vmm.guest().is_some_and(|now| Arc::ptr_eq(&now, &serving)) => {}
