@@ -15,18 +15,16 @@
 use super::check_receiver;
 use super::kept::{Answers, Main};
 use super::link::{Limit, Link};
-use super::wire::{self, Command as VmmCommand, FAULT_CONNECTION, Mapping, Range};
+use super::wire::{Command as VmmCommand, FAULT_CONNECTION, Mapping, Range};
 use crate::foreign::api::{Api, Call, Meeting};
 use crate::foreign::keeper::End;
 use crate::foreign::kept::Kept;
-use crate::foreign::{LOAD_LIMIT, STEP_LIMIT, VmmError};
+use crate::foreign::{LOAD_LIMIT, STEP_LIMIT, VmmError, smaps};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{AdoptedRegion, GuestRam};
 use pageferry_pager::Ring;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::Pid;
-use std::fs::File;
-use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -75,8 +73,6 @@ pub(super) enum Ended {
 
 /// The name of the memfds of guest memory.
 const MEMFD_NAME: &str = "pageferry-ch";
-/// The longest description of all mappings.
-const MAX_SMAPS: u64 = 64 << 20;
 
 /// The memfd of a mapping.
 fn memfd(mapping: &Mapping) -> Result<OwnedFd, VmmError> {
@@ -113,27 +109,16 @@ fn adopt(mappings: &[Mapping], fds: &[OwnedFd]) -> Result<Arc<GuestRam>, VmmErro
 /// the latter it would find stale bytes. A process that is not visible here is known by its
 /// version.
 fn check_asks(process: Option<Pid>) -> Result<(), VmmError> {
-    let Some(pid) = process else { return Ok(()) };
-    let Ok(file) = File::open(format!("/proc/{}/smaps", pid.as_raw_nonzero())) else {
-        return Ok(());
-    };
-    let mut is_ours = false;
-    for line in BufReader::new(file.take(MAX_SMAPS))
-        .lines()
-        .map_while(Result::ok)
-    {
-        let mut words = line.split_ascii_whitespace();
-        match words.next() {
-            Some("VmFlags:") if is_ours => {
-                let flags: Vec<_> = words.collect();
-                if !["um", "ui"].iter().all(|flag| flags.contains(flag)) {
-                    let why = "Cloud Hypervisor does not ask for each page: its userfaultfd has no \
-                               minor faults";
-                    return Err(VmmError::Version(why.into()));
-                }
-            }
-            Some(field) if field.ends_with(':') => {}
-            _ => is_ours = line.contains(MEMFD_NAME),
+    let smaps = process.and_then(smaps::read).unwrap_or_default();
+    for (mapping, field, words) in smaps::fields(&smaps) {
+        let asks = || {
+            let flags: Vec<_> = words.collect();
+            ["um", "ui"].iter().all(|flag| flags.contains(flag))
+        };
+        if field == "VmFlags:" && mapping.contains(MEMFD_NAME) && !asks() {
+            let why = "Cloud Hypervisor does not ask for each page: its userfaultfd has no minor \
+                       faults";
+            return Err(VmmError::Version(why.into()));
         }
     }
     Ok(())
@@ -242,7 +227,12 @@ impl Receiver {
             VmmError::Refused(what, _) => VmmError::Refused(what, self.reason()),
             other => other,
         })?;
-        check_asks(self.process)
+        // A process that has all pages drops its userfaultfd: so the flags are read first.
+        let asks = check_asks(self.process);
+        match self.answers.asked() == self.ram.pages() {
+            true => Ok(()),
+            false => asks,
+        }
     }
 
     /// The process's own words for its refusal, which the answer of its API has.
@@ -319,8 +309,7 @@ impl Receiver {
             let end = offset.checked_add(range.length)?;
             (end <= region.pages * PAGE_SIZE).then(|| RamPage(region.first.0 + offset / PAGE_SIZE))
         });
-        let Range { gpa, length } = range;
-        Ok(page.ok_or(wire::WireError::Range { gpa, length })?)
+        Ok(page.ok_or_else(|| range.refusal())?)
     }
 
     /// Ends both connections, and every wait on them. The process then ends its VM, unless it has

@@ -12,7 +12,7 @@
 //!
 //! **Neighbours.** `wire` has the mappings. `restore` gives all this to a process.
 
-use super::wire::{MAX_MAPPINGS, MAX_STATE_BYTES, Mapping, WireError, boot_vcpus, mappings};
+use super::wire::{MAX_MAPPINGS, MAX_STATE_BYTES, Mapping, boot_vcpus, mappings};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_pager::{Format, Source, SourceError, Stores};
 use serde::Deserialize;
@@ -33,62 +33,12 @@ pub enum SnapshotError {
     /// A file cannot be read.
     #[error(transparent)]
     Source(#[from] SourceError),
-    /// The length of a file.
-    #[error("{file} has {bytes} bytes: expected 1 to {most}")]
-    Length {
-        /// The file.
-        file: &'static str,
-        /// Its length.
-        bytes: u64,
-        /// The greatest length.
-        most: usize,
-    },
-    /// A file is not the JSON that it should be.
-    #[error("{file} is none of Cloud Hypervisor: {why}")]
-    Json {
-        /// The file.
-        file: &'static str,
-        /// The fault.
-        why: String,
-    },
-    /// Memory that a receiving process does not take.
-    #[error("the VM of the snapshot has memory with {found}: expected {expected}")]
-    Memory {
-        /// The option that it has.
-        found: &'static str,
-        /// The option that it needs.
-        expected: &'static str,
-    },
-    /// The table of guest RAM.
-    #[error("{STATE}: {0}")]
-    Mappings(#[from] WireError),
-    /// The number of ranges.
-    #[error("{STATE} has {0} ranges of memory: expected 1 to {MAX_MAPPINGS}")]
-    Ranges(usize),
-    /// A range of `memory-ranges`.
-    #[error("{STATE} has a range of {length} bytes at {gpa:#x}: {why}")]
-    Range {
-        /// The guest-physical address.
-        gpa: u64,
-        /// The number of bytes.
-        length: u64,
-        /// The fault.
-        why: &'static str,
-    },
-    /// RAM whose bytes are not in the snapshot.
-    #[error(
-        "the snapshot lacks the memory at {0:#x}: Cloud Hypervisor leaves out zones with a file of \
-         their own"
-    )]
-    Lacks(u64),
-    /// The length of `memory-ranges`.
-    #[error("{MEMORY} has {found} bytes: its table in {STATE} has {expected}")]
-    Bytes {
-        /// The length of the file.
-        found: u64,
-        /// The length of all ranges.
-        expected: u64,
-    },
+    /// A VM that a receiving process does not take, or whose memory is not all there.
+    #[error("{0}")]
+    Unfit(String),
+    /// Files that are none of a snapshot.
+    #[error("{0}")]
+    Wrong(String),
 }
 
 /// A part of guest RAM, in pages, and its place in `memory-ranges`.
@@ -169,11 +119,13 @@ struct SavedRange {
     length: u64,
 }
 
+fn wrong(why: String) -> SnapshotError {
+    SnapshotError::Wrong(why)
+}
+
 fn json<'a, T: Deserialize<'a>>(file: &'static str, text: &'a [u8]) -> Result<T, SnapshotError> {
-    serde_json::from_slice(text).map_err(|why| SnapshotError::Json {
-        file,
-        why: why.to_string(),
-    })
+    serde_json::from_slice(text)
+        .map_err(|why| wrong(format!("{file} is none of Cloud Hypervisor: {why}")))
 }
 
 impl Snapshot {
@@ -203,7 +155,7 @@ impl Snapshot {
         whole.extend_from_slice(config);
         let rest = cpuid.unwrap_or_default();
         whole.extend_from_slice(format!(r#",{rest}"memory_manager_data":{manager}}}"#).as_bytes());
-        let mappings = mappings(&whole)?;
+        let mappings = mappings(&whole).map_err(|why| wrong(format!("{STATE}: {why}")))?;
         Ok(Self {
             parts: parts(&mappings, &memory_ranges.data)?,
             config: whole,
@@ -234,7 +186,8 @@ impl Snapshot {
         let memory = stores.open(&directory.join(MEMORY), format)?;
         let (found, expected) = (memory.bytes(), snapshot.memory_bytes());
         if found != expected {
-            return Err(SnapshotError::Bytes { found, expected });
+            let why = format!("{MEMORY} has {found} bytes: its table in {STATE} has {expected}");
+            return Err(wrong(why));
         }
         Ok((snapshot, memory))
     }
@@ -253,10 +206,11 @@ impl Snapshot {
 }
 
 fn check_length(file: &'static str, bytes: u64, most: usize) -> Result<(), SnapshotError> {
-    match bytes {
-        0 => Err(SnapshotError::Length { file, bytes, most }),
-        _ if bytes > most as u64 => Err(SnapshotError::Length { file, bytes, most }),
-        _ => Ok(()),
+    match (1..=most as u64).contains(&bytes) {
+        true => Ok(()),
+        false => Err(wrong(format!(
+            "{file} has {bytes} bytes: expected 1 to {most}"
+        ))),
     }
 }
 
@@ -264,28 +218,41 @@ fn check_length(file: &'static str, bytes: u64, most: usize) -> Result<(), Snaps
 fn check_memory(memory: &Memory) -> Result<(), SnapshotError> {
     let zones = memory.zones.as_deref().filter(|zones| !zones.is_empty());
     let zones = zones.unwrap_or(std::slice::from_ref(&memory.all));
-    let refused = |found, expected| Err(SnapshotError::Memory { found, expected });
-    if zones.iter().any(|zone| !zone.shared) {
-        return refused("shared=off", "shared=on");
+    let prefault = memory.all.prefault || zones.iter().any(|zone| zone.prefault);
+    let options = [
+        (zones.iter().any(|zone| !zone.shared), "shared", "off", "on"),
+        (
+            zones.iter().any(|zone| zone.hugepages),
+            "hugepages",
+            "on",
+            "off",
+        ),
+        (prefault, "prefault", "on", "off"),
+    ];
+    match options.iter().find(|(is_unfit, ..)| *is_unfit) {
+        Some((_, option, found, expected)) => Err(SnapshotError::Unfit(format!(
+            "the VM of the snapshot has memory with {option}={found}: expected {option}={expected}"
+        ))),
+        None => Ok(()),
     }
-    if zones.iter().any(|zone| zone.hugepages) {
-        return refused("hugepages=on", "hugepages=off");
-    }
-    if memory.all.prefault || zones.iter().any(|zone| zone.prefault) {
-        return refused("prefault=on", "prefault=off");
-    }
-    Ok(())
 }
 
 /// The places of all pages.
 fn parts(mappings: &[Mapping], ranges: &[SavedRange]) -> Result<Vec<Part>, SnapshotError> {
     // Cloud Hypervisor has one range for a mapping, or none.
     if ranges.is_empty() || ranges.len() > MAX_MAPPINGS {
-        return Err(SnapshotError::Ranges(ranges.len()));
+        let count = ranges.len();
+        let why = format!("{STATE} has {count} ranges of memory: expected 1 to {MAX_MAPPINGS}");
+        return Err(wrong(why));
     }
+    let refused = |gpa, length, why| {
+        wrong(format!(
+            "{STATE} has a range of {length} bytes at {gpa:#x}: {why}"
+        ))
+    };
     let (mut offset, mut places) = (0_u64, Vec::with_capacity(ranges.len()));
     for &SavedRange { gpa, length } in ranges {
-        let refused = |why| SnapshotError::Range { gpa, length, why };
+        let refused = |why| refused(gpa, length, why);
         if length == 0 || !(gpa | length).is_multiple_of(PAGE_SIZE) {
             return Err(refused("it is no whole pages"));
         }
@@ -307,8 +274,8 @@ fn parts(mappings: &[Mapping], ranges: &[SavedRange]) -> Result<Vec<Part>, Snaps
     let mut next = 0;
     for &(part, gpa) in &places {
         if part.first < next {
-            let (length, why) = (part.pages * PAGE_SIZE, "another range has the same memory");
-            return Err(SnapshotError::Range { gpa, length, why });
+            let why = "another range has the same memory";
+            return Err(refused(gpa, part.pages * PAGE_SIZE, why));
         }
         if part.first > next {
             break;
@@ -319,9 +286,11 @@ fn parts(mappings: &[Mapping], ranges: &[SavedRange]) -> Result<Vec<Part>, Snaps
     for mapping in mappings {
         let pages = mapping.size / PAGE_SIZE;
         if next < before + pages {
-            return Err(SnapshotError::Lacks(
-                mapping.gpa + (next - before) * PAGE_SIZE,
-            ));
+            let gpa = mapping.gpa + (next - before) * PAGE_SIZE;
+            return Err(SnapshotError::Unfit(format!(
+                "the snapshot lacks the memory at {gpa:#x}: Cloud Hypervisor leaves out zones \
+                 with a file of their own"
+            )));
         }
         before += pages;
     }

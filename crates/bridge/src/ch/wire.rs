@@ -29,66 +29,14 @@ pub const MAX_MAPPINGS: usize = 64;
 /// The number of an additional connection's kind: page faults.
 pub const FAULT_CONNECTION: u16 = 2;
 
-/// Bytes that are no message of this protocol.
+/// Bytes that are no message of this protocol, in words.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum WireError {
-    /// The number of a command.
-    #[error("unknown command {0}: expected 1 to 9")]
-    Command(u16),
-    /// The number of a status.
-    #[error("unknown status {0}: expected 1 (ok) or 2 (error)")]
-    Status(u16),
-    /// The version of the protocol.
-    #[error("migration protocol version {0}: expected {VERSION}")]
-    Version(u16),
-    /// The length of a payload.
-    #[error("{command:?} has a payload of {bytes} bytes: expected {least} to {most}")]
-    Length {
-        /// The command.
-        command: Command,
-        /// The length that it announces.
-        bytes: u64,
-        /// The least length.
-        least: u64,
-        /// The greatest length.
-        most: u64,
-    },
-    /// The length of a response's payload.
-    #[error("a response has a payload of {0} bytes: expected none")]
-    ResponseLength(u64),
-    /// Config is not the JSON that it should be.
-    #[error("Config is no JSON with memory_manager_data.guest_ram_mappings: {0}")]
-    Config(String),
-    /// The table of guest RAM.
-    #[error("Config has {0} mappings of guest RAM: expected 1 to {MAX_MAPPINGS}")]
-    Mappings(usize),
-    /// A mapping of guest RAM.
-    #[error("Config maps slot {slot} at {gpa:#x}: {why}")]
-    Mapping {
-        /// The slot.
-        slot: u32,
-        /// The guest-physical address.
-        gpa: u64,
-        /// The fault.
-        why: &'static str,
-    },
-    /// The range of a page fault.
-    #[error(
-        "a page fault names {length} bytes at {gpa:#x}: expected whole pages, {MAX_FAULT_BYTES} \
-         bytes at most"
-    )]
-    Range {
-        /// The guest-physical address.
-        gpa: u64,
-        /// The number of bytes.
-        length: u64,
-    },
-}
+#[error("{0}")]
+pub struct WireError(String);
 
 impl From<WireError> for VmmError {
     fn from(error: WireError) -> Self {
-        Self::Wire(error.to_string())
+        Self::Wire(error.0)
     }
 }
 
@@ -162,20 +110,19 @@ impl Request {
         let command = Command::ALL
             .into_iter()
             .find(|command| *command as u16 == number)
-            .ok_or(WireError::Command(number))?;
+            .ok_or_else(|| WireError(format!("unknown command {number}: expected 1 to 9")))?;
         let length = length_of(bytes);
         let (least, most) = command.payload();
         if !(least..=most).contains(&length) {
-            return Err(WireError::Length {
-                command,
-                bytes: length,
-                least,
-                most,
-            });
+            return Err(WireError(format!(
+                "{command:?} has a payload of {length} bytes: expected {least} to {most}"
+            )));
         }
         let version = u16::from_le_bytes([bytes[2], bytes[3]]);
         if command == Command::Start && version != VERSION {
-            return Err(WireError::Version(version));
+            return Err(WireError(format!(
+                "migration protocol version {version}: expected {VERSION}"
+            )));
         }
         Ok(Self { command, length })
     }
@@ -215,11 +162,16 @@ impl Status {
         let status = match u16::from_le_bytes([bytes[0], bytes[1]]) {
             1 => Self::Ok,
             2 => Self::Error,
-            other => return Err(WireError::Status(other)),
+            other => {
+                let why = format!("unknown status {other}: expected 1 (ok) or 2 (error)");
+                return Err(WireError(why));
+            }
         };
         match length_of(bytes) {
             0 => Ok(status),
-            other => Err(WireError::ResponseLength(other)),
+            other => Err(WireError(format!(
+                "a response has a payload of {other} bytes: expected none"
+            ))),
         }
     }
 
@@ -262,9 +214,18 @@ impl Range {
         let (gpa, length) = (number as u64, (number >> 64) as u64);
         let pages = gpa.is_multiple_of(PAGE_SIZE) && length.is_multiple_of(PAGE_SIZE);
         if !pages || length == 0 || length > MAX_FAULT_BYTES || gpa.checked_add(length).is_none() {
-            return Err(WireError::Range { gpa, length });
+            return Err(Self { gpa, length }.refusal());
         }
         Ok(Self { gpa, length })
+    }
+
+    /// The refusal of a page fault.
+    pub(super) fn refusal(self) -> WireError {
+        let Self { gpa, length } = self;
+        WireError(format!(
+            "a page fault names {length} bytes at {gpa:#x}: expected whole pages, \
+             {MAX_FAULT_BYTES} bytes at most"
+        ))
     }
 
     /// The payload of a page fault.
@@ -311,29 +272,29 @@ struct Entry {
 /// When the bytes are not such JSON, or mappings overlap, are no whole pages, share a slot, or are
 /// hot-pluggable.
 pub fn mappings(config: &[u8]) -> Result<Vec<Mapping>, WireError> {
-    let config: Config =
-        serde_json::from_slice(config).map_err(|e| WireError::Config(e.to_string()))?;
+    const TABLE: &str = "memory_manager_data.guest_ram_mappings";
+    let config = serde_json::from_slice::<Config>(config)
+        .map_err(|why| WireError(format!("Config is no JSON with {TABLE}: {why}")))?;
     let entries = config.memory_manager_data.guest_ram_mappings;
-    if entries.is_empty() || entries.len() > MAX_MAPPINGS {
-        return Err(WireError::Mappings(entries.len()));
+    let count = entries.len();
+    if !(1..=MAX_MAPPINGS).contains(&count) {
+        return Err(WireError(format!(
+            "Config has {count} mappings of guest RAM: expected 1 to {MAX_MAPPINGS}"
+        )));
     }
+    let refused = |Mapping { slot, gpa, .. }: &Mapping, why| {
+        WireError(format!("Config maps slot {slot} at {gpa:#x}: {why}"))
+    };
     // A receiving process asks for pages of other memory only. It decides before it knows which
     // blocks are plugged.
     if let Some(Entry { mapping, .. }) = entries.iter().find(|entry| entry.virtio_mem) {
-        return Err(WireError::Mapping {
-            slot: mapping.slot,
-            gpa: mapping.gpa,
-            why: "it is hot-pluggable (virtio-mem), which post-copy does not bring",
-        });
+        let why = "it is hot-pluggable (virtio-mem), which post-copy does not bring";
+        return Err(refused(mapping, why));
     }
     let mut mappings: Vec<_> = entries.into_iter().map(|entry| entry.mapping).collect();
     mappings.sort_unstable_by_key(|mapping| mapping.gpa);
     for (index, mapping) in mappings.iter().enumerate() {
-        let refused = |why| WireError::Mapping {
-            slot: mapping.slot,
-            gpa: mapping.gpa,
-            why,
-        };
+        let refused = |why| refused(mapping, why);
         let numbers = [mapping.gpa, mapping.size, mapping.file_offset];
         if mapping.size == 0 || numbers.iter().any(|n| !n.is_multiple_of(PAGE_SIZE)) {
             return Err(refused("it is no whole pages"));

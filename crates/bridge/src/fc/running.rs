@@ -11,6 +11,7 @@
 //!
 //! **Neighbours.** `source` has the copy.
 
+use crate::foreign::smaps;
 use rustix::fs::FallocateFlags;
 use rustix::process::Pid;
 use std::fs::File;
@@ -29,8 +30,6 @@ const PIECE: usize = 8;
 const HAS_BYTES: u64 = 0b11 << 62;
 /// The longest list of mappings: the kernel's limit is 65 530 of them.
 const MAX_MAPS: u64 = 16 << 20;
-/// The longest description of all mappings.
-const MAX_SMAPS: u64 = 256 << 20;
 /// The least memory of a VM, in KiB. Firecracker's own data is less.
 const LEAST_RAM: u64 = 1 << 10;
 /// The alignment of a region in Firecracker's process.
@@ -148,30 +147,23 @@ impl Running {
 /// snapshot has all of a VM, and is faster than a full one. It is so for a VM that was booted, or
 /// moved, and not for one that was restored by a file, or lacks pages that a page server has.
 pub(super) fn resident(pid: Option<Pid>) -> Option<u64> {
-    let path = format!("/proc/{}/smaps", pid?.as_raw_nonzero());
-    let mut text = String::new();
-    let file = File::open(path).ok()?;
-    let length = file.take(MAX_SMAPS).read_to_string(&mut text).ok()?;
-    // A mapping that was not read may be of any kind.
-    ((length as u64) < MAX_SMAPS).then(|| sum_resident(&text))?
+    sum_resident(&smaps::read(pid?)?)
 }
 
 fn sum_resident(smaps: &str) -> Option<u64> {
-    let (mut resident, mut of_file) = (0_u64, false);
-    for line in smaps.lines() {
-        let mut words = line.split_ascii_whitespace();
-        let field = words.next()?;
+    let mut resident = 0_u64;
+    for (mapping, field, mut words) in smaps::fields(smaps) {
+        let of_file = || {
+            let mut words = mapping.split_ascii_whitespace().skip(1);
+            Some(words.next()?.contains('w') && words.nth(2)? != "0")
+        };
         let mut kib = || words.next()?.parse::<u64>().ok();
         match field {
-            "Size:" if of_file && kib()? >= LEAST_RAM => return None,
+            "Size:" if of_file()? && kib()? >= LEAST_RAM => return None,
             "Swap:" if kib()? > 0 => return None,
             "Rss:" => resident = resident.saturating_add(kib()? << 10),
             // Somebody has pages of it.
             "VmFlags:" if words.any(|flag| ["um", "uw", "ui"].contains(&flag)) => return None,
-            _ if !field.ends_with(':') => {
-                let writable = words.next()?.contains('w');
-                of_file = writable && words.nth(2)? != "0";
-            }
             _ => {}
         }
     }

@@ -103,7 +103,7 @@ pub enum SourceError {
     #[error("{0}; its VMM keeps it: if the other host runs it no more, resume it by its API")]
     GivenUp(SourceFailure),
     /// The VM was not handed over, or was taken back, and its VMM does not run it.
-    #[error("{}; the VM is here, and does not run: {why}", failure.error)]
+    #[error("{}; the VM does not run: {why}", failure.error)]
     NotResumed {
         /// The failure.
         failure: SourceFailure,

@@ -37,6 +37,7 @@ mod error;
 pub(crate) mod keeper;
 pub(crate) mod kept;
 mod moved;
+pub(crate) mod smaps;
 
 #[doc(hidden)]
 pub use api::parse_answer;

@@ -66,6 +66,19 @@ fn a_running_vm_moves_with_pre_copy() {
     assert_eq!(status.wrong, 0, "{:?}", status.first_wrong);
 }
 
+/// A process that has all pages when it answers State has no userfaultfd any more.
+#[test]
+fn a_process_that_has_all_pages_early_takes_the_vm() {
+    let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::AllFirst) else {
+        return;
+    };
+    let route = hosts.route();
+    let moved = hosts.migrate(&route, |_| ());
+    moved.sent.unwrap();
+    serve(moved.received.unwrap()).unwrap();
+    check_arrived(&mut hosts, "Running");
+}
+
 #[test]
 fn a_paused_vm_arrives_paused() {
     let Some(mut hosts) = Hosts::start(Quirk::Right, Quirk::Right) else {

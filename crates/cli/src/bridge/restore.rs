@@ -28,7 +28,7 @@ fn of_snapshot(directory: &Path, why: &SnapshotError) -> Failure {
     let exit = match why {
         SnapshotError::Source(SourceError::Damaged { .. }) => Exit::Protocol,
         SnapshotError::Source(_) => Exit::Usage,
-        SnapshotError::Memory { .. } | SnapshotError::Lacks(_) => Exit::Declined,
+        SnapshotError::Unfit(_) => Exit::Declined,
         _ => Exit::Protocol,
     };
     let directory = directory.display();

@@ -1,25 +1,8 @@
 //! `migrate --vm fc:..` and `receive --for fc:..`: two doubles of Firecracker, two processes.
 
-use crate::support::{Dir, Process, pageferry};
+use crate::support::vmms::{self, Hosts};
+use crate::support::{Dir, pageferry};
 use pageferry_testkit::firecracker::{Config, Double, Quirk};
-use pageferry_testkit::{Random, rotating_seeds, wait_until};
-use rustix::process::Signal;
-use std::time::Duration;
-
-struct Hosts {
-    source: Double,
-    target: Double,
-    receive: Process,
-    address: String,
-    dir: Dir,
-}
-
-fn receive(dir: &Dir, address: &str) -> Process {
-    let api = format!("fc:{}", dir.path("target").display());
-    let listen = ["--listen", address, "--give-up-after", "2m", "--json"];
-    let args = [&["receive", "--for", &api][..], &listen].concat();
-    Process::start(&args, dir)
-}
 
 /// Two doubles, and a `receive` that listens. The VM runs.
 fn hosts(source: Quirk, target: Quirk) -> Option<Hosts> {
@@ -38,27 +21,9 @@ fn hosts_with(bytes: u64, source: Quirk, target: Quirk) -> Option<Hosts> {
         quirk,
         ..Config::default()
     };
-    let mut source = Double::start(&config("source", vec![bytes], source))?;
+    let source = Double::start(&config("source", vec![bytes], source))?;
     let target = Double::start(&config("target", Vec::new(), target))?;
-    source.run();
-    let receive = receive(&dir, "127.0.0.1:0");
-    let address = receive.wait_until_said("listening on ");
-    Some(Hosts {
-        source,
-        target,
-        receive,
-        address,
-        dir,
-    })
-}
-
-impl Hosts {
-    fn migrate(&self, flags: &[&str]) -> Process {
-        let vm = format!("fc:{}", self.dir.path("source").display());
-        let mut args = vec!["migrate", "--vm", &vm, "--to", &self.address];
-        args.extend(flags);
-        Process::start(&args, &self.dir)
-    }
+    Some(Hosts::new("fc", dir, source, target))
 }
 
 #[test]
@@ -98,101 +63,36 @@ fn a_refusal_of_firecracker_is_a_sentence_and_the_vm_runs_on() {
     assert!(hosts.receive.is_running());
 }
 
-impl Hosts {
-    /// Starts a slow move, and waits until it is in post-copy.
-    fn migrate_slowly(&self) -> Process {
-        let flags = ["--json", "--precopy-passes", "0", "--max-bandwidth", "1M"];
-        let migrate = self.migrate(&flags);
-        wait_until("post-copy", || {
-            migrate.said_on_stderr().contains("post-copy")
-        });
-        migrate
-    }
-
-    /// The VM runs at the destination with all its memory, and at the source it is paused.
-    fn check_moved(mut self, seed: u64) {
-        self.receive.end().assert_ok();
-        let status = self.target.verify();
-        let runs = (status.wrong, &status.state[..]);
-        assert_eq!(
-            runs,
-            (0, "Running"),
-            "seed {seed}: {:?}",
-            status.first_wrong
-        );
-        assert_eq!(self.source.status().state, "Paused", "seed {seed}");
-    }
+/// A balloon works meanwhile.
+fn large() -> Option<Hosts> {
+    hosts_with(32 << 20, Quirk::Right, Quirk::Right)
 }
 
-fn kill(process: &mut Process) {
-    process.signal(Signal::KILL);
-    wait_until("the end of the killed process", || !process.is_running());
-}
-
-/// Kills of the receiving end at seeded moments behind the hand-over. The next one goes on.
 #[test]
 fn a_vm_of_firecracker_outlives_the_processes_that_bring_its_pages() {
-    for seed in rotating_seeds("PAGEFERRY_RECEIVE_KILLS", 1, 15) {
-        let Some(mut hosts) = hosts_with(32 << 20, Quirk::Right, Quirk::Right) else {
-            return;
-        };
-        let mut random = Random::new(seed);
-        let migrate = hosts.migrate_slowly();
-        for _ in 0..6 {
-            std::thread::sleep(Duration::from_micros(random.below(60_000)));
-            kill(&mut hosts.receive);
-            hosts.receive = receive(&hosts.dir, &hosts.address);
-            hosts.receive.wait_until_said("left behind");
-        }
-        let sent = migrate.end();
-        sent.assert_ok();
-        assert!(sent.json()["reconnects"].as_u64() > Some(0), "{sent:?}");
-        hosts.check_moved(seed);
-    }
+    vmms::outlives_receivers(large);
 }
 
-/// Kills of the sending end at seeded moments behind the hand-over. The next one goes on.
 #[test]
 fn a_move_of_firecracker_outlives_the_processes_that_send_its_pages() {
-    for seed in rotating_seeds("PAGEFERRY_RECEIVE_KILLS", 1, 15) {
-        let Some(hosts) = hosts_with(32 << 20, Quirk::Right, Quirk::Right) else {
-            return;
-        };
-        let mut random = Random::new(seed);
-        for _ in 0..5 {
-            let mut migrate = hosts.migrate_slowly();
-            std::thread::sleep(Duration::from_micros(random.below(40_000)));
-            kill(&mut migrate);
-        }
-        let sent = hosts.migrate(&["--json"]).end();
-        sent.assert_ok();
-        assert!(sent.stderr.contains("left behind"), "seed {seed}: {sent:?}");
+    vmms::outlives_senders(large, |hosts| {
         // The paused copy does not move again.
         let again = hosts.migrate(&[]).end();
         again.assert_failed(17, "the VM was handed over to tcp:127.0.0.1");
-        hosts.check_moved(seed);
-    }
+        assert_eq!(hosts.source.status().state, "Paused");
+    });
 }
 
-/// Kills of the sending end before the hand-over, also in the pause: the VM runs on by itself.
 #[test]
-fn a_kill_of_the_sender_before_the_hand_over_leaves_firecrackers_vm_running() {
-    for seed in rotating_seeds("PAGEFERRY_RECEIVE_KILLS", 3, 15) {
-        let Some(mut hosts) = hosts(Quirk::Right, Quirk::RefuseDevice) else {
-            return;
-        };
-        let mut random = Random::new(seed);
-        let mut migrate = hosts.migrate(&["--precopy-passes", "0"]);
-        let behind = ["setup", "switch-over"][seed as usize % 2];
-        wait_until(behind, || migrate.said_on_stderr().contains(behind));
-        std::thread::sleep(Duration::from_micros(random.below(10_000)));
-        kill(&mut migrate);
-        wait_until("the VM to run on", || {
-            !hosts.dir.path("source.pageferry").exists() && hosts.source.status().state == "Running"
-        });
-        let status = hosts.source.verify();
-        assert_eq!(status.wrong, 0, "seed {seed}: {:?}", status.first_wrong);
-    }
+fn a_killed_receiver_leaves_one_vm_of_firecracker() {
+    vmms::a_killed_receiver_leaves_one(|| hosts(Quirk::Right, Quirk::Right));
+}
+
+/// Half of the destinations refuse the VM, behind the pause.
+#[test]
+fn a_killed_sender_leaves_one_vm_of_firecracker() {
+    vmms::a_killed_sender_leaves_one(large);
+    vmms::a_killed_sender_leaves_one(|| hosts(Quirk::Right, Quirk::RefuseDevice));
 }
 
 #[test]

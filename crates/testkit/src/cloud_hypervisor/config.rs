@@ -63,10 +63,6 @@ pub enum Quirk {
     NoState,
     /// State says that it is longer than any State.
     LongState,
-    /// It dies after Start.
-    DieAtStart,
-    /// It dies after a memfd.
-    DieAtMemfd,
     /// It dies 0.2 s after Config.
     DieAtConfig,
     /// It dies when its Config is answered.
@@ -77,6 +73,8 @@ pub enum Quirk {
     DieAtComplete,
     /// As a receiver, it does not ask for pages that lie in the page cache, whatever its version.
     MissingOnly,
+    /// As a receiver, it has asked for all pages when it answers State.
+    AllFirst,
     /// As a receiver, it refuses Config.
     RefuseConfig,
     /// As a receiver, it refuses State.

@@ -26,6 +26,7 @@
 
 mod config;
 mod receive;
+mod relay;
 mod send;
 mod snapshot;
 mod vmm;
@@ -33,4 +34,5 @@ mod wire;
 
 pub use crate::double::{Double, Status};
 pub use config::{Config, Quirk};
+pub use relay::relay;
 pub use vmm::entry;

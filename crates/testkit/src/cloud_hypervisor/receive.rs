@@ -116,8 +116,15 @@ fn load(vmm: &Arc<Vmm>, listener: Option<&UnixListener>, state: &[u8], rams: Vec
         start_serving(vmm, &guest, faults)?;
     }
     guest.read(0);
-    let refused = |why: &str| Err(format!(r#"["Error restoring VM","{why}"]"#).into());
+    let refused = |why: &str| {
+        *lock(&vmm.guest) = None;
+        Err(format!(r#"["Error restoring VM","{why}"]"#).into())
+    };
     match vmm.config.quirk {
+        Quirk::AllFirst => {
+            crate::wait_until("all pages", || lock(&vmm.own).served.is_some());
+            Ok(())
+        }
         Quirk::RefuseDisk => refused("Error opening disk: No such file or directory"),
         Quirk::RefuseLock => refused("Failed to acquire an advisory lock of a disk"),
         _ => Ok(()),
@@ -136,12 +143,18 @@ fn start_serving(vmm: &Arc<Vmm>, guest: &Arc<Guest>, faults: UnixStream) -> Done
     let (serving, vmm) = (Arc::clone(guest), Arc::clone(vmm));
     let began = Instant::now();
     std::thread::spawn(move || {
-        if let Err(why) = serve(&vmm, &serving, &uffd, &faults) {
-            eprintln!("the double ends: {why}");
-            // The real one ends its VM, and itself.
-            std::process::exit(3);
+        let done = serve(&vmm, &serving, &uffd, &faults);
+        drop(uffd);
+        match done {
+            Ok(()) => lock(&vmm.own).served = Some(began.elapsed()),
+            // It has refused the VM.
+            Err(_) if !vmm.guest().is_some_and(|now| Arc::ptr_eq(&now, &serving)) => {}
+            Err(why) => {
+                eprintln!("the double ends: {why}");
+                // The real one ends its VM, and itself.
+                std::process::exit(3);
+            }
         }
-        lock(&vmm.own).served = Some(began.elapsed());
     });
     Ok(())
 }

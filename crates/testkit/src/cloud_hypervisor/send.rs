@@ -44,14 +44,12 @@ fn try_send(vmm: &Vmm, guest: &Guest, path: &str, was_running: bool) -> Done {
         Quirk::ConfigFirst => {}
         _ => request(stream, START, &[], "Start")?,
     }
-    die(quirk, Quirk::DieAtStart);
     match quirk {
         Quirk::Command => request(stream, 42, &[], "command 42")?,
         Quirk::Inline => request(stream, MEMORY, &[0; 16], "Memory")?,
         Quirk::NotShared | Quirk::ConfigFirst => {}
         _ => send_memfds(quirk, guest, stream)?,
     }
-    die(quirk, Quirk::DieAtMemfd);
     let config = config(quirk, guest);
     let length = match quirk {
         Quirk::LongConfig => 1 << 40,

@@ -142,6 +142,7 @@ impl process::Vmm for Vmm {
         };
         match path.strip_prefix("/api/v1/").unwrap_or_default() {
             "vm.info" => {
+                self.guest().ok_or("VM is not created")?;
                 return Ok(json!({ "config": {}, "state": self.state(), "device_tree": {} }));
             }
             "vmm.ping" => {

@@ -33,6 +33,8 @@ use std::time::Duration;
 /// The variable that has the configuration in the double's process.
 const CONFIG: &str = "PAGEFERRY_DOUBLE";
 
+const ENDED: &str = "the double has ended, or has no test that calls `entry`";
+
 /// The properties of a double. They travel to its process as JSON.
 pub trait Config: Serialize + DeserializeOwned {
     /// The name of the test that becomes the double.
@@ -168,7 +170,7 @@ impl Double {
             control: BufReader::new(here),
             regions: Vec::new(),
         };
-        double.regions = double.answer().expect("the regions");
+        double.regions = double.answer().expect(ENDED).expect("the regions");
         Some(double)
     }
 
@@ -238,7 +240,7 @@ impl Double {
     /// Begins a task by which the double may end or stop before it answers. Afterwards only
     /// [`Double::pid`] and [`Double::wait`] have a meaning.
     pub fn begin_last(&mut self, task: Task) {
-        self.say(&Order::Begin(task));
+        self.say(&Order::Begin(task)).expect(ENDED);
     }
 
     /// Waits until all tasks have ended.
@@ -263,10 +265,18 @@ impl Double {
         self.ask(&Order::Status).expect("a status")
     }
 
+    /// The state of its VM in the VMM's words, or `ended`.
+    pub fn state(&mut self) -> String {
+        let answer = self.say(&Order::Status).and_then(|()| self.answer());
+        answer.map_or("ended".into(), |status: Result<Status, _>| {
+            status.expect("a status").state
+        })
+    }
+
     /// Ends the double. Its exit code is 0 only if no page was ever wrong.
     #[must_use]
     pub fn quit(mut self) -> ExitStatus {
-        self.say(&Order::Quit);
+        self.say(&Order::Quit).expect(ENDED);
         self.wait()
     }
 
@@ -287,23 +297,21 @@ impl Double {
     }
 
     fn ask<T: DeserializeOwned>(&mut self, order: &Order) -> Result<T, String> {
-        self.say(order);
-        self.answer()
+        self.say(order).expect(ENDED);
+        self.answer().expect(ENDED)
     }
 
-    fn say(&mut self, order: &Order) {
+    fn say(&mut self, order: &Order) -> std::io::Result<()> {
         let line = serde_json::to_string(order).expect("JSON");
-        writeln!(self.control.get_mut(), "{line}").expect("the double listens");
+        writeln!(self.control.get_mut(), "{line}")
     }
 
-    fn answer<T: DeserializeOwned>(&mut self) -> Result<T, String> {
+    fn answer<T: DeserializeOwned>(&mut self) -> std::io::Result<Result<T, String>> {
         let mut line = String::new();
-        self.control.read_line(&mut line).expect("an answer");
-        assert!(
-            !line.is_empty(),
-            "the double has ended, or has no test that calls `entry`"
-        );
-        serde_json::from_str(&line).expect("an answer")
+        match self.control.read_line(&mut line)? {
+            0 => Err(std::io::ErrorKind::UnexpectedEof.into()),
+            _ => Ok(serde_json::from_str(&line).expect("an answer")),
+        }
     }
 }
 

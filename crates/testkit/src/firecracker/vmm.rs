@@ -183,7 +183,7 @@ impl Vmm {
             return Err("the VM cannot be saved now".into());
         }
         let diff = match body["snapshot_type"].as_str() {
-            Some("Full") => false,
+            Some("Full") | None => false,
             Some("Diff") if self.quirk == Quirk::NoDiff => {
                 return Err("Diff snapshots are not allowed".into());
             }

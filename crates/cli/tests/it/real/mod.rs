@@ -12,6 +12,7 @@
 
 mod cloud_hypervisor;
 mod firecracker;
+mod script;
 mod vmm;
 
 use crate::support::{Dir, Ended, Process};
@@ -216,20 +217,28 @@ fn moves(kind: Kind) {
     }
 }
 
+fn with_disk(dir: &Dir) -> Devices {
+    let disk = dir.path("disk");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    Devices {
+        disk: Some(disk),
+        ..Devices::default()
+    }
+}
+
+fn with_vsock(dir: &Dir) -> Devices {
+    Devices {
+        vsock: Some(dir.path("vsock")),
+        ..Devices::default()
+    }
+}
+
 /// A disk whose file the destination does not find.
 fn missing_disk(kind: Kind) {
     let Some(program) = kind.program("") else {
         return;
     };
-    let disk = |dir: &Dir| {
-        let disk = dir.path("disk");
-        std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
-        Devices {
-            disk: Some(disk),
-            ..Devices::default()
-        }
-    };
-    let scene = Scene::start(kind, [&program, &program], &[], disk, None);
+    let scene = Scene::start(kind, [&program, &program], &[], with_disk, None);
     let [at, away] = ["disk", "away"].map(|name| scene.dir.path(name));
     std::fs::rename(&at, &away).unwrap();
     scene.assert_refused(kind.says("backing file"), |_| {
@@ -243,11 +252,7 @@ fn vsock_in_use(kind: Kind, mend: impl FnOnce(&Dir) -> Vec<String>) {
     let Some(program) = kind.program("") else {
         return;
     };
-    let vsock = |dir: &Dir| Devices {
-        vsock: Some(dir.path("vsock")),
-        ..Devices::default()
-    };
-    let scene = Scene::start(kind, [&program, &program], &[], vsock, None);
+    let scene = Scene::start(kind, [&program, &program], &[], with_vsock, None);
     scene.assert_refused(kind.says("in use"), mend);
 }
 
@@ -288,19 +293,26 @@ fn busy_tap(kind: Kind) {
     });
 }
 
-/// A program of another version at the destination takes the VM whole, or refuses it.
+/// A program of another version at the destination takes the VM whole, or refuses it before
+/// anything is sent. Then the VM moves to one of its own version.
 fn other_version(kind: Kind) {
     let (Some(program), Some(other)) = (kind.program(""), kind.program("_OTHER")) else {
         return;
     };
     for programs in [[&program, &other], [&other, &program]] {
         let programs = programs.map(PathBuf::as_path);
-        let scene = Scene::start(kind, programs, &[], |_| Devices::default(), None);
+        let mut scene = Scene::start(kind, programs, &[], |_| Devices::default(), None);
         let sent = ended(scene.migrate(&[]));
-        match sent.code {
-            Some(0) => scene.assert_is_there(),
-            _ => scene.assert_is_here(),
+        if sent.code == Some(0) {
+            scene.assert_is_there();
+            continue;
         }
+        let went = ["pre-copy", "switch-over"].map(|phase| sent.stderr.contains(phase));
+        assert_eq!(went, [false; 2], "something was sent: {sent:?}");
+        scene.assert_is_here();
+        scene.program = programs[0].to_owned();
+        scene.renew(&[]);
+        scene.assert_moves(&[]);
     }
 }
 
@@ -310,7 +322,9 @@ enum Victim {
     Migrate,
     Receive,
     Target,
+    Source,
 }
+use Victim::{Migrate, Receive, Source, Target};
 
 /// Kills at moments spread over a move. `PAGEFERRY_REAL_KILLS` is a range of seeds.
 fn kills(kind: Kind, flags: &[&str]) {
@@ -328,9 +342,9 @@ fn kills(kind: Kind, flags: &[&str]) {
     else {
         return;
     };
-    for seed in rotating_seeds("PAGEFERRY_REAL_KILLS", 3, 60) {
-        let victim = [Victim::Migrate, Victim::Receive, Victim::Target][seed as usize % 3];
-        let way = seed as usize / 3 % 2;
+    for seed in rotating_seeds("PAGEFERRY_REAL_KILLS", 4, 60) {
+        let victim = [Migrate, Receive, Target, Source][seed as usize % 4];
+        let way = seed as usize / 4 % 2;
         // Most kills come before the end also of a move that is faster than the measured one.
         // Steps of the golden ratio spread any number of moments.
         let moment = lengths[way].mul_f64((0.35 + seed as f64 * 0.618).fract() * 0.8);
@@ -363,17 +377,17 @@ impl Scene {
             return "the move was over";
         }
         match victim {
-            Victim::Migrate => {
+            Migrate => {
                 kill(&mut migrate);
                 self.go_on(flags)
             }
-            Victim::Receive => {
+            Receive => {
                 kill(&mut self.receive);
                 self.receive = receive(&self.target, &self.dir, &self.address, &[""; 0]);
                 let sent = ended(migrate);
                 self.look(sent.code == Some(0))
             }
-            Victim::Target => {
+            Target => {
                 self.target.kill();
                 let sent = ended(migrate);
                 match self.source.state().as_str() {
@@ -389,6 +403,24 @@ impl Scene {
                     }
                     other => panic!("lost: {other} {sent:?}\n{}", self.report()),
                 }
+            }
+            Source => {
+                self.source.kill();
+                let sent = ended(migrate);
+                if sent.code == Some(0) {
+                    return self.look(true);
+                }
+                // Its memory or its state was not with `migrate` yet.
+                let says = ["does not run", "stays with its VMM"];
+                let says = says.iter().any(|words| sent.stderr.contains(words));
+                assert!(
+                    says && self.receive.is_running(),
+                    "{sent:?}\n{}",
+                    self.report()
+                );
+                let ticks = self.target.said().ticks;
+                assert!(ticks.is_empty(), "it ran: {sent:?}\n{}", self.report());
+                "ended with its program"
             }
         }
     }

@@ -123,12 +123,112 @@ impl Said {
     }
 }
 
+/// A program behind its API socket, or the double of one.
+pub(super) struct Api(pub(super) Kind, pub(super) PathBuf);
+
 /// A running program, with or without a VM.
 pub(super) struct Vmm {
-    kind: Kind,
+    api: Api,
     process: Process,
-    api: PathBuf,
     guest: PathBuf,
+}
+
+impl std::ops::Deref for Vmm {
+    type Target = Api;
+    fn deref(&self) -> &Api {
+        &self.api
+    }
+}
+
+impl Api {
+    /// Its name for `pageferry`.
+    pub(super) fn address(&self) -> String {
+        format!("{}:{}", self.0.scheme(), self.1.display())
+    }
+
+    /// The state of its VM in its own words, or what kept it from saying that.
+    pub(super) fn state(&self) -> String {
+        let answer = match self.0 {
+            Firecracker => self.call("GET", "", None),
+            CloudHypervisor => self.call("GET", "vm.info", None),
+        };
+        answer.map_or_else(|why| why, |info| info["state"].as_str().unwrap().to_owned())
+    }
+
+    pub(super) fn pause(&self) {
+        match self.0 {
+            Firecracker => self.call("PATCH", "vm", Some(&json!({"state": "Paused"}))),
+            CloudHypervisor => self.put("vm.pause", &Value::Null),
+        }
+        .unwrap();
+    }
+
+    pub(super) fn resume(&self) {
+        match self.0 {
+            Firecracker => self.call("PATCH", "vm", Some(&json!({"state": "Resumed"}))),
+            CloudHypervisor => self.put("vm.resume", &Value::Null),
+        }
+        .unwrap();
+    }
+
+    /// Writes a snapshot of the paused VM to a new directory.
+    pub(super) fn snapshot(&self, to: &Path) {
+        std::fs::create_dir(to).unwrap();
+        match self.0 {
+            Firecracker => {
+                let files =
+                    json!({"snapshot_path": to.join("state"), "mem_file_path": to.join("memory")});
+                self.put("snapshot/create", &files)
+            }
+            CloudHypervisor => {
+                let url = format!("file://{}", to.display());
+                self.put("vm.snapshot", &json!({"destination_url": url}))
+            }
+        }
+        .unwrap();
+    }
+
+    /// Calls its API by PUT.
+    pub(super) fn put(&self, path: &str, body: &Value) -> Result<Value, String> {
+        self.call("PUT", path, Some(body).filter(|body| !body.is_null()))
+    }
+
+    /// Calls its API. An error has the program's own words.
+    fn call(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value, String> {
+        let prefix = match self.0 {
+            Firecracker => "",
+            CloudHypervisor => "api/v1/",
+        };
+        let body = body.map_or_else(String::new, Value::to_string);
+        let length = body.len();
+        let request = format!(
+            "{method} /{prefix}{path} HTTP/1.1\r\nHost: vmm\r\nContent-Length: {length}\r\n\r\n{body}"
+        );
+        let failed = |why: std::io::Error| why.to_string();
+        let mut stream = UnixStream::connect(&self.1).map_err(failed)?;
+        stream.set_read_timeout(Some(LIMIT)).map_err(failed)?;
+        stream.write_all(request.as_bytes()).map_err(failed)?;
+        let (mut answer, mut part) = (String::new(), [0; 4096]);
+        loop {
+            let got = stream.read(&mut part).map_err(failed)?;
+            answer.push_str(&String::from_utf8_lossy(&part[..got]));
+            if let Some((head, body)) = answer.split_once("\r\n\r\n") {
+                let length = head.lines().find_map(|line| {
+                    let (name, value) = line.split_once(": ")?;
+                    name.eq_ignore_ascii_case("content-length")
+                        .then(|| value.parse::<usize>().unwrap())
+                });
+                if body.len() >= length.unwrap_or(0) {
+                    let is_good = head.starts_with("HTTP/1.1 2");
+                    let value = serde_json::from_str(body).unwrap_or(Value::Null);
+                    return if is_good { Ok(value) } else { Err(answer) };
+                }
+            }
+            if got == 0 {
+                return Err(format!("the API closed its connection behind '{answer}'"));
+            }
+        }
+    }
 }
 
 impl Vmm {
@@ -161,12 +261,11 @@ impl Vmm {
             }
         }
         let vmm = Self {
-            kind,
+            api: Api(kind, api),
             process: Process::spawn(command),
-            api,
             guest,
         };
-        wait_until("its API", || UnixStream::connect(&vmm.api).is_ok());
+        wait_until("its API", || UnixStream::connect(&vmm.api.1).is_ok());
         vmm
     }
 
@@ -175,7 +274,7 @@ impl Vmm {
         let put = |path: &str, body| {
             self.put(path, &body).unwrap();
         };
-        match self.kind {
+        match self.0 {
             Firecracker => {
                 let machine = json!({"vcpu_count": 1, "mem_size_mib": MEMORY_MIB});
                 put("machine-config", machine);
@@ -217,95 +316,6 @@ impl Vmm {
         }
         self.process.wait_until_said("READY");
         self.wait_for_progress();
-    }
-
-    /// Its name for `pageferry`.
-    pub(super) fn address(&self) -> String {
-        format!("{}:{}", self.kind.scheme(), self.api.display())
-    }
-
-    /// The state of its VM in its own words, or what kept it from saying that.
-    pub(super) fn state(&self) -> String {
-        let answer = match self.kind {
-            Firecracker => self.call("GET", "", None),
-            CloudHypervisor => self.call("GET", "vm.info", None),
-        };
-        answer.map_or_else(|why| why, |info| info["state"].as_str().unwrap().to_owned())
-    }
-
-    pub(super) fn pause(&self) {
-        match self.kind {
-            Firecracker => self.call("PATCH", "vm", Some(&json!({"state": "Paused"}))),
-            CloudHypervisor => self.put("vm.pause", &Value::Null),
-        }
-        .unwrap();
-    }
-
-    pub(super) fn resume(&self) {
-        match self.kind {
-            Firecracker => self.call("PATCH", "vm", Some(&json!({"state": "Resumed"}))),
-            CloudHypervisor => self.put("vm.resume", &Value::Null),
-        }
-        .unwrap();
-    }
-
-    /// Writes a snapshot of the paused VM to a new directory.
-    pub(super) fn snapshot(&self, to: &Path) {
-        std::fs::create_dir(to).unwrap();
-        match self.kind {
-            Firecracker => {
-                let files =
-                    json!({"snapshot_path": to.join("state"), "mem_file_path": to.join("memory")});
-                self.put("snapshot/create", &files)
-            }
-            CloudHypervisor => {
-                let url = format!("file://{}", to.display());
-                self.put("vm.snapshot", &json!({"destination_url": url}))
-            }
-        }
-        .unwrap();
-    }
-
-    /// Calls its API by PUT.
-    pub(super) fn put(&self, path: &str, body: &Value) -> Result<Value, String> {
-        self.call("PUT", path, Some(body).filter(|body| !body.is_null()))
-    }
-
-    /// Calls its API. An error has the program's own words.
-    fn call(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value, String> {
-        let prefix = match self.kind {
-            Firecracker => "",
-            CloudHypervisor => "api/v1/",
-        };
-        let body = body.map_or_else(String::new, Value::to_string);
-        let length = body.len();
-        let request = format!(
-            "{method} /{prefix}{path} HTTP/1.1\r\nHost: vmm\r\nContent-Length: {length}\r\n\r\n{body}"
-        );
-        let failed = |why: std::io::Error| why.to_string();
-        let mut stream = UnixStream::connect(&self.api).map_err(failed)?;
-        stream.set_read_timeout(Some(LIMIT)).map_err(failed)?;
-        stream.write_all(request.as_bytes()).map_err(failed)?;
-        let (mut answer, mut part) = (String::new(), [0; 4096]);
-        loop {
-            let got = stream.read(&mut part).map_err(failed)?;
-            answer.push_str(&String::from_utf8_lossy(&part[..got]));
-            if let Some((head, body)) = answer.split_once("\r\n\r\n") {
-                let length = head.lines().find_map(|line| {
-                    let (name, value) = line.split_once(": ")?;
-                    name.eq_ignore_ascii_case("content-length")
-                        .then(|| value.parse::<usize>().unwrap())
-                });
-                if body.len() >= length.unwrap_or(0) {
-                    let is_good = head.starts_with("HTTP/1.1 2");
-                    let value = serde_json::from_str(body).unwrap_or(Value::Null);
-                    return if is_good { Ok(value) } else { Err(answer) };
-                }
-            }
-            if got == 0 {
-                return Err(format!("the API closed its connection behind '{answer}'"));
-            }
-        }
     }
 
     /// What its guest has said so far.
@@ -350,6 +360,10 @@ impl Vmm {
         let swept = || sweeps().filter(|said| said.sweeps > before + 1);
         let said = super::within("two sweeps of the guest", swept, || self.report());
         assert_eq!(said.wrong, 0, "{}", self.report());
+    }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.process.pid()
     }
 
     pub(super) fn kill(&mut self) {

@@ -7,6 +7,7 @@ pub(crate) mod peer;
 pub(crate) mod service_filter;
 pub(crate) mod service_manager;
 pub(crate) mod terminal;
+pub(crate) mod vmms;
 
 use pageferry_testkit::shaper::{Plan, Shaper};
 use pageferry_testkit::{LIMIT, wait_for, wait_until};
