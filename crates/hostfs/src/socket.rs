@@ -3,8 +3,8 @@
 use crate::folder::path_in;
 use crate::{Folder, Owner, identity, kind, split};
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, RenameFlags, chmodat, chownat, fchmod, flock,
-    renameat_with, statat, unlinkat,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, chmodat, chownat, fchmod, flock,
+    fstat, openat, renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
 use rustix::net::{
@@ -54,7 +54,8 @@ pub enum ListenError {
 pub struct SocketFile {
     parent: OwnedFd,
     name: OsString,
-    identity: (u64, u64),
+    /// Held, so that no newer file gets its number.
+    inode: OwnedFd,
     stays: bool,
 }
 
@@ -63,7 +64,8 @@ impl SocketFile {
     #[must_use]
     pub fn is_in_place(&self) -> bool {
         let there = statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW);
-        there.is_ok_and(|found| identity(&found) == self.identity)
+        let own = fstat(&self.inode).map(|found| identity(&found));
+        there.map(|found| identity(&found)) == own
     }
 
     /// Leaves the file where it is: the next process replaces it.
@@ -74,8 +76,13 @@ impl SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if !self.stays && self.is_in_place() {
-            let _ = unlinkat(&self.parent, &self.name, AtFlags::empty());
+        // Under the lock, since another process may be about to replace it. Without the lock it
+        // stays, and the next process replaces it.
+        if !self.stays && lock(&self.parent).is_ok() {
+            if self.is_in_place() {
+                let _ = unlinkat(&self.parent, &self.name, AtFlags::empty());
+            }
+            let _ = flock(&self.parent, FlockOperation::Unlock);
         }
     }
 }
@@ -107,7 +114,8 @@ pub fn listen_at(path: &Path, owner: &Owner) -> Result<(UnixListener, SocketFile
     made
 }
 
-/// Waits for the lock of a directory. Its descriptor is one that `flock` has not seen.
+/// Waits for the lock of a directory. No other thread may use this open directory: the lock is its
+/// own.
 fn lock(directory: &OwnedFd) -> Result<(), Errno> {
     let until = Instant::now() + LOCKED;
     loop {
@@ -179,9 +187,9 @@ pub(crate) fn make(
         chmodat(&own, name, mode, AtFlags::empty())?;
         renameat_with(&own, name, parent, name, RenameFlags::NOREPLACE)?;
     }
-    let found = statat(parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = SocketFile {
-        identity: identity(&found),
+        inode: openat(parent, name, flags, Mode::empty())?,
         name: name.to_owned(),
         parent: clone()?,
         stays: false,
