@@ -37,6 +37,12 @@ pub enum ListenError {
     /// The path does not fit into an address.
     #[error("{} has more than the 107 bytes of a socket's path", .0.display())]
     TooLong(PathBuf),
+    /// The owner has numbers that mean nothing.
+    #[error(
+        "mode {:o}, user {:?} and group {:?} are no owner of a socket: expected modes from 0 to 777 \
+         (octal), and ids below 4294967295", .0.mode, .0.user, .0.group
+    )]
+    NoOwner(Owner),
     /// The host refused it.
     #[error("cannot listen at {}: {why}", path.display())]
     Refused {
@@ -99,6 +105,10 @@ pub fn listen_at(path: &Path, owner: &Owner) -> Result<(UnixListener, SocketFile
     };
     if SocketAddrUnix::new(path).is_err() {
         return Err(ListenError::TooLong(path.to_owned()));
+    }
+    // The kernel takes the last id as none, and the socket would keep its owner.
+    if owner.mode > 0o777 || [owner.user, owner.group].contains(&Some(u32::MAX)) {
+        return Err(ListenError::NoOwner(*owner));
     }
     let (parent, name) = split(path).map_err(refused)?;
     // Released when the process ends, also by a kill.
@@ -183,7 +193,7 @@ pub(crate) fn make(
         // Nobody else can enter the folder, so the name is still this socket's.
         let (user, group) = owner.ids();
         chownat(&own, name, user, group, AtFlags::SYMLINK_NOFOLLOW)?;
-        let mode = Mode::from_raw_mode(owner.mode & 0o777);
+        let mode = Mode::from_raw_mode(owner.mode);
         chmodat(&own, name, mode, AtFlags::empty())?;
         renameat_with(&own, name, parent, name, RenameFlags::NOREPLACE)?;
     }
