@@ -23,6 +23,7 @@ mod connect;
 mod directory;
 mod events;
 mod figures;
+mod fingerprint;
 mod handshake;
 mod jobs;
 mod mount;
@@ -45,6 +46,7 @@ pub use bits::Bits;
 pub use connect::connect;
 pub use directory::DirectoryError;
 pub use events::{Event, Happened};
+pub use fingerprint::Fingerprint;
 #[doc(hidden)]
 pub use handshake::parse_regions;
 pub use handshake::{Handshake, HandshakeError, MAX_HANDSHAKE_BYTES, MAX_REGIONS};

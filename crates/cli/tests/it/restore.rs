@@ -116,7 +116,17 @@ fn a_restored_vm_is_saved_again_and_moves_away() {
         vm.end().assert_ok();
         assert!(recording.exists());
 
-        let vm = run(&words(&second, &["--replay", recording.to_str().unwrap()]));
+        let replay = ["--replay", recording.to_str().unwrap()];
+        let other = words(&second, &replay);
+        let other: Vec<_> = other.iter().map(String::as_str).collect();
+        let refused = Process::start(&other, &dir).end();
+        refused.assert_failed(2, "a recording of another snapshot");
+        let vm = run(&words(&first, &replay));
+        vm.wait_until_said("control socket");
+        quit(&socket);
+        vm.end().assert_ok();
+
+        let vm = run(&words(&second, &[]));
         vm.wait_until_said("control socket");
         assert_runs_on(&socket);
         let there = dir.path("there");

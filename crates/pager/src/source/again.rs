@@ -4,32 +4,35 @@
 //! so a source that hangs holds up no other VM. While it cannot be opened its reads fail, and the
 //! VM's policy for lost sources decides.
 
-use super::{READS, Source, SourceError, Stores};
-use crate::options::Restore;
+use super::{FileSource, READS, Source, SourceError, Stores};
+use crate::directory::Record;
+use crate::fingerprint::Fingerprint;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 
 #[derive(Debug)]
 struct Again {
-    restore: Restore,
+    record: Record,
     stores: Stores,
-    identity: String,
     bytes: u64,
+    /// The memory file, if a keeper had it.
+    kept: Option<OwnedFd>,
     opened: OnceLock<Arc<dyn Source>>,
 }
 
-/// The source of a restore, which is opened when it is read. It must be the one with this identity,
-/// and have at least `bytes` bytes.
+/// The source of a restore, which is opened when it is read. It must be the one of the record, and
+/// have at least `bytes` bytes. A copy will do that has the same length, time and fingerprint.
 pub(crate) fn again(
-    restore: &Restore,
+    record: &Record,
     stores: &Stores,
-    identity: String,
     bytes: u64,
+    kept: Option<OwnedFd>,
 ) -> Arc<dyn Source> {
     Arc::new(Again {
-        restore: restore.clone(),
+        record: record.clone(),
         stores: stores.clone(),
-        identity,
         bytes,
+        kept,
         opened: OnceLock::new(),
     })
 }
@@ -39,16 +42,31 @@ impl Again {
         if let Some(source) = self.opened.get() {
             return Ok(source);
         }
-        let source = self
-            .stores
-            .open(&self.restore.memory, self.restore.format)?;
+        let (path, format) = (&self.record.restore.memory, self.record.restore.format);
+        let failed = |why| SourceError::Failed {
+            what: path.display().to_string(),
+            why,
+        };
+        let source: Arc<dyn Source> = match &self.kept {
+            Some(kept) => {
+                let file = kept.try_clone().map_err(failed)?;
+                Arc::new(FileSource::from_file(file.into(), path)?)
+            }
+            None => self.stores.open(path, format)?,
+        };
         let now = source.identity();
-        if now != self.identity {
-            return Err(SourceError::Changed {
-                what: self.restore.memory.display().to_string(),
-                before: self.identity.clone(),
-                now,
-            });
+        if now != self.record.source {
+            let is_copy = self.record.stamp.is_some_and(|stamp| stamp.is_at(path))
+                && self.record.fingerprint == Some(Fingerprint::of(&*source)?);
+            if !is_copy {
+                return Err(SourceError::Changed {
+                    what: path.display().to_string(),
+                    before: self.record.source.clone(),
+                    now,
+                });
+            }
+            let path = path.display();
+            tracing::warn!("{path} is a copy of the memory file: it has its time and its contents");
         }
         Ok(self.opened.get_or_init(|| source))
     }
@@ -87,7 +105,7 @@ impl Source for Again {
     }
 
     fn identity(&self) -> String {
-        self.identity.clone()
+        self.record.source.clone()
     }
 
     fn forget(&self, offset: u64, len: u64) {

@@ -5,6 +5,7 @@ use rustix::fs::{Advice, FileType, SeekFrom, fadvise, fstat, seek};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use std::fs::File;
 use std::io::{self, IoSliceMut};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -195,6 +196,10 @@ impl Source for FileSource {
 
     fn identity(&self) -> String {
         self.identity.clone()
+    }
+
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.file.as_fd())
     }
 }
 
