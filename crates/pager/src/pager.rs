@@ -4,7 +4,7 @@ use crate::directory::{Directory, DirectoryError, Record};
 use crate::events::Event;
 use crate::name::Name;
 use crate::options::{Background, Restore};
-use crate::recording::RecordingError;
+use crate::recording::{RecordingError, Room};
 use crate::restore::{Begin, Common, Entry, Held, KeptFor, Prepared, kept_names};
 use crate::source::{SourceError, Stores};
 use crate::status::Status;
@@ -24,13 +24,14 @@ const MAX_RESTORES: usize = 4096;
 /// The longest time for which a pager that ends waits for its reads.
 const LEAVE: Duration = Duration::from_secs(5);
 /// The interval of looks at the memory files.
-const LOOK: Duration = Duration::from_millis(500);
+const LOOK: Duration = Duration::from_secs(1);
 /// The ended restores that are still shown.
 const MAX_ENDED: usize = 256;
 
 /// Keeps descriptors while the process dies and starts again, such as systemd's FDSTORE.
 pub trait Keeper: Send + Sync {
-    /// Keeps a descriptor under a name.
+    /// Keeps a descriptor under a name: that of the restore for its userfaultfd, and the same with
+    /// `/memory` behind it for its memory file.
     ///
     /// # Errors
     /// One sentence.
@@ -234,10 +235,14 @@ impl Pager {
     /// Takes up a restore of the former pager.
     fn again(&self, name: Name, record: Record, kept: KeptFor) -> io::Result<()> {
         if let Some(memory) = record.memory.clone() {
+            let recording = record.restore.record.clone();
             match Entry::again(&name, record, &memory, kept, &self.common)? {
                 Some((entry, begin)) => self.spawn(&mut locked(&self.restores), entry, begin)?,
                 // Its VM has ended while nobody served it.
-                None => self.common.directory.remove(&name)?,
+                None => {
+                    drop(recording.as_deref().map(Room::of));
+                    self.common.directory.remove(&name)?;
+                }
             }
             return Ok(());
         }

@@ -217,11 +217,11 @@ impl Recording {
         })
     }
 
-    /// Reads the recording of a snapshot, whose fingerprint it must have.
+    /// Reads the recording of a snapshot, whose fingerprint it must have if both are known.
     ///
     /// # Errors
     /// [`RecordingError`].
-    pub(crate) fn load_of(path: &Path, found: Option<Fingerprint>) -> Result<Self, RecordingError> {
+    pub fn load_of(path: &Path, found: Option<Fingerprint>) -> Result<Self, RecordingError> {
         let recording = Self::load(path)?;
         match (recording.snapshot, found) {
             (Some(recorded), Some(found)) if recorded != found => Err(RecordingError::Other {
@@ -292,6 +292,11 @@ impl Room {
             path: path.to_owned(),
             why,
         })
+    }
+
+    /// The room that a killed pager has left.
+    pub(crate) fn of(path: &Path) -> Self {
+        Self(fresh(path))
     }
 
     /// Leaves it to [`Recording::save`].

@@ -350,15 +350,15 @@ impl Entry {
 
     /// Removes what would outlive this process.
     fn forget(&self) {
+        if locked(&self.record).take().is_none() {
+            return;
+        }
         if let Some(keeper) = &self.common.keeper {
             kept_names(&self.name)
                 .iter()
                 .for_each(|name| keeper.forget(name));
         }
-        let mut record = locked(&self.record);
-        if record.take().is_some()
-            && let Err(why) = self.common.directory.remove(&self.name)
-        {
+        if let Err(why) = self.common.directory.remove(&self.name) {
             tracing::error!(restore = %self.name, "cannot remove the record: {why}");
         }
     }

@@ -55,16 +55,21 @@ impl Again {
             None => self.stores.open(path, format)?,
         };
         let now = source.identity();
-        if now != self.record.source {
-            let is_copy = self.record.stamp.is_some_and(|stamp| stamp.is_at(path))
-                && self.record.fingerprint == Some(Fingerprint::of(&*source)?);
-            if !is_copy {
-                return Err(SourceError::Changed {
-                    what: path.display().to_string(),
-                    before: self.record.source.clone(),
-                    now,
-                });
-            }
+        let is_same = now == self.record.source;
+        let may_be = is_same || self.record.stamp.is_some_and(|stamp| stamp.is_at(path));
+        // A number of a file is used again, and its time can be set: a part of the bytes counts too.
+        let has_contents = match self.record.fingerprint {
+            Some(before) => may_be && Fingerprint::of(&*source)? == before,
+            None => is_same,
+        };
+        if !has_contents {
+            return Err(SourceError::Changed {
+                what: path.display().to_string(),
+                before: self.record.source.clone(),
+                now,
+            });
+        }
+        if !is_same {
             let path = path.display();
             tracing::warn!("{path} is a copy of the memory file: it has its time and its contents");
         }
