@@ -8,6 +8,7 @@ pub(crate) fn run(bytes: &[u8]) {
     let mut whole = bytes.to_vec();
     whole.extend_from_slice(&xxh3_64(bytes).to_le_bytes());
     if let Ok(recording) = Recording::decode(&whole) {
-        assert_eq!(recording.encode(), whole);
+        // Version 1 is read, and not written.
+        assert_eq!(Recording::decode(&recording.encode()), Ok(recording));
     }
 }

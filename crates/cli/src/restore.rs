@@ -217,6 +217,7 @@ impl Memory {
         restore.background = args.background;
         restore.record.clone_from(&args.record);
         restore.replay.clone_from(&args.replay);
+        let restore = restore.absolute().map_err(|why| internal(&why))?;
         let name: Name = "vm".parse().map_err(|why| internal(&why))?;
         let begun = own.pager.restore(&name, restore);
         begun.map_err(|why| Failure::new(of_restore(&why), why.to_string()))?;

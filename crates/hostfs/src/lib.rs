@@ -27,7 +27,8 @@ pub use socket::{ListenError, SocketFile, listen_at};
 
 use rustix::fs::{FileType, Gid, Mode, OFlags, Stat, Uid};
 use rustix::io::Errno;
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -42,7 +43,9 @@ pub struct Owner {
     /// The group id; that of this process by default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<u32>,
-    /// The permission bits, 0o600 (384) by default. JSON has no octal numbers.
+    /// The permission bits, 0o600 by default. In JSON they are text in octal, such as "660", or a
+    /// number: JSON has no octal numbers.
+    #[serde(deserialize_with = "octal", serialize_with = "as_octal")]
     pub mode: u32,
 }
 
@@ -54,6 +57,29 @@ impl Default for Owner {
             mode: 0o600,
         }
     }
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Octal {
+    Text(String),
+    Number(u32),
+}
+
+fn octal<'de, D: Deserializer<'de>>(from: D) -> Result<u32, D::Error> {
+    let expected = "the mode: expected octal text such as \"660\", or a number up to 511";
+    match Octal::deserialize(from).map_err(|_| D::Error::custom(expected))? {
+        Octal::Text(text) => {
+            let digits = text.bytes().all(|digit| digit.is_ascii_digit());
+            let mode = digits.then(|| u32::from_str_radix(&text, 8).ok()).flatten();
+            mode.ok_or_else(|| D::Error::custom(expected))
+        }
+        Octal::Number(number) => Ok(number),
+    }
+}
+
+fn as_octal<S: Serializer>(mode: &u32, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(&format_args!("{mode:03o}"))
 }
 
 impl Owner {

@@ -3,8 +3,8 @@
 use crate::folder::path_in;
 use crate::{Folder, Owner, identity, kind, split};
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, RenameFlags, chmodat, chownat, fchmod, flock,
-    renameat_with, statat, unlinkat,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, chmodat, chownat, fchmod, flock,
+    fstat, openat, renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
 use rustix::net::{
@@ -37,6 +37,12 @@ pub enum ListenError {
     /// The path does not fit into an address.
     #[error("{} has more than the 107 bytes of a socket's path", .0.display())]
     TooLong(PathBuf),
+    /// The owner has numbers that mean nothing.
+    #[error(
+        "mode {:o}, user {:?} and group {:?} are no owner of a socket: expected modes from 0 to 777 \
+         (octal), and ids below 4294967295", .0.mode, .0.user, .0.group
+    )]
+    NoOwner(Owner),
     /// The host refused it.
     #[error("cannot listen at {}: {why}", path.display())]
     Refused {
@@ -54,7 +60,8 @@ pub enum ListenError {
 pub struct SocketFile {
     parent: OwnedFd,
     name: OsString,
-    identity: (u64, u64),
+    /// Held, so that no newer file gets its number.
+    inode: OwnedFd,
     stays: bool,
 }
 
@@ -63,7 +70,8 @@ impl SocketFile {
     #[must_use]
     pub fn is_in_place(&self) -> bool {
         let there = statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW);
-        there.is_ok_and(|found| identity(&found) == self.identity)
+        let own = fstat(&self.inode).map(|found| identity(&found));
+        there.map(|found| identity(&found)) == own
     }
 
     /// Leaves the file where it is: the next process replaces it.
@@ -74,8 +82,13 @@ impl SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if !self.stays && self.is_in_place() {
-            let _ = unlinkat(&self.parent, &self.name, AtFlags::empty());
+        // Under the lock, since another process may be about to replace it. Without the lock it
+        // stays, and the next process replaces it.
+        if !self.stays && lock(&self.parent).is_ok() {
+            if self.is_in_place() {
+                let _ = unlinkat(&self.parent, &self.name, AtFlags::empty());
+            }
+            let _ = flock(&self.parent, FlockOperation::Unlock);
         }
     }
 }
@@ -93,6 +106,10 @@ pub fn listen_at(path: &Path, owner: &Owner) -> Result<(UnixListener, SocketFile
     if SocketAddrUnix::new(path).is_err() {
         return Err(ListenError::TooLong(path.to_owned()));
     }
+    // The kernel takes the last id as none, and the socket would keep its owner.
+    if owner.mode > 0o777 || [owner.user, owner.group].contains(&Some(u32::MAX)) {
+        return Err(ListenError::NoOwner(*owner));
+    }
     let (parent, name) = split(path).map_err(refused)?;
     // Released when the process ends, also by a kill.
     lock(&parent).map_err(refused)?;
@@ -107,7 +124,8 @@ pub fn listen_at(path: &Path, owner: &Owner) -> Result<(UnixListener, SocketFile
     made
 }
 
-/// Waits for the lock of a directory. Its descriptor is one that `flock` has not seen.
+/// Waits for the lock of a directory. No other thread may use this open directory: the lock is its
+/// own.
 fn lock(directory: &OwnedFd) -> Result<(), Errno> {
     let until = Instant::now() + LOCKED;
     loop {
@@ -175,13 +193,13 @@ pub(crate) fn make(
         // Nobody else can enter the folder, so the name is still this socket's.
         let (user, group) = owner.ids();
         chownat(&own, name, user, group, AtFlags::SYMLINK_NOFOLLOW)?;
-        let mode = Mode::from_raw_mode(owner.mode & 0o777);
+        let mode = Mode::from_raw_mode(owner.mode);
         chmodat(&own, name, mode, AtFlags::empty())?;
         renameat_with(&own, name, parent, name, RenameFlags::NOREPLACE)?;
     }
-    let found = statat(parent, name, AtFlags::SYMLINK_NOFOLLOW)?;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = SocketFile {
-        identity: identity(&found),
+        inode: openat(parent, name, flags, Mode::empty())?,
         name: name.to_owned(),
         parent: clone()?,
         stays: false,

@@ -112,6 +112,31 @@ fn one_of_many_gets_a_path_that_somebody_left_behind() {
 }
 
 #[test]
+fn a_socket_that_goes_takes_no_newer_one_with_it() {
+    let scratch = scratch();
+    let path = scratch.path().join("socket");
+    let (socket, file) = listen_at(&path, &owner(0o600)).unwrap();
+    // As another process that replaces the socket, and is half-way.
+    let directory = fs::File::open(scratch.path()).unwrap();
+    directory.lock().unwrap();
+    drop(socket);
+    let (gone, goes) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            drop(file);
+            gone.send(()).unwrap();
+        });
+        let early = goes.recv_timeout(Duration::from_millis(50));
+        assert!(early.is_err(), "it waits for the lock");
+        fs::remove_file(&path).unwrap();
+        let _newer = UnixListener::bind(&path).unwrap();
+        directory.unlock().unwrap();
+        goes.recv_timeout(Duration::from_secs(60)).unwrap();
+        UnixStream::connect(&path).unwrap();
+    });
+}
+
+#[test]
 fn a_folder_goes_with_all_it_holds() {
     let outside = scratch();
     fs::write(outside.path().join("kept"), "").unwrap();

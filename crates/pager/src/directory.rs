@@ -10,6 +10,7 @@
 //! record is written beside its name and renamed. It belongs on tmpfs (`/run`): its VMs do not
 //! outlive the host.
 
+use crate::fingerprint::{Fingerprint, Stamp};
 use crate::name::Name;
 use crate::options::Restore;
 use crate::regions::Region;
@@ -31,8 +32,13 @@ const VERSION: u32 = 1;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The time that the kernel has to end a killed holder.
 const KILL_LIMIT: Duration = Duration::from_secs(30);
-/// The longest record. One of 64 regions has about 6 KiB.
-const MAX_RECORD_BYTES: u64 = 64 << 10;
+/// The longest record, for its writer and its reader.
+const MAX_RECORD_BYTES: u64 = 128 << 10;
+/// The room in it for the VM, whose 64 regions need about 9 KiB. A request must leave it.
+const VM_BYTES: u64 = 16 << 10;
+
+/// The end of the name of a record that is being written.
+const FRESH: &str = ".new";
 
 /// The directory of this process.
 #[derive(Debug)]
@@ -93,6 +99,12 @@ pub(crate) struct Record {
     pub(crate) restore: Restore,
     /// The memory file as it was when the restore began.
     pub(crate) source: String,
+    /// The same as what is at its path, if it has one.
+    #[serde(default)]
+    pub(crate) stamp: Option<Stamp>,
+    /// The same as a part of its contents.
+    #[serde(default)]
+    pub(crate) fingerprint: Option<Fingerprint>,
     /// The process at the other end, from its connect on.
     pub(crate) vmm: Option<Identity>,
     /// Its memory, from its handshake on.
@@ -109,12 +121,25 @@ pub(crate) struct Memory {
     pub(crate) regions: Vec<Region>,
 }
 
+impl Memory {
+    /// The bytes that a memory file must have.
+    pub(crate) fn bytes(&self) -> u64 {
+        let ends = self
+            .regions
+            .iter()
+            .map(|region| region.offset + region.size);
+        ends.max().unwrap_or(0)
+    }
+}
+
 impl Record {
     pub(crate) fn new(restore: Restore, source: String) -> Self {
         Self {
             version: VERSION,
             restore,
             source,
+            stamp: None,
+            fingerprint: None,
             vmm: None,
             memory: None,
             released: false,
@@ -189,15 +214,31 @@ impl Directory {
 
     /// Replaces the record of a restore.
     pub(crate) fn write(&self, name: &Name, record: &Record) -> io::Result<()> {
-        let fresh = self.path.join(format!(".{name}.new"));
-        let mut file = OpenOptions::new()
+        let text = serde_json::to_vec_pretty(record)?;
+        let most = match record.memory {
+            Some(_) => MAX_RECORD_BYTES,
+            None => MAX_RECORD_BYTES - VM_BYTES,
+        };
+        if text.len() as u64 > most {
+            let why = format!(
+                "its record would have {} bytes: expected at most {most}",
+                text.len()
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
+        let fresh = self.path.join(format!(".{name}{FRESH}"));
+        let written = OpenOptions::new()
             .write(true)
             .create(true)
             .truncate(true)
             .mode(0o600)
-            .open(&fresh)?;
-        file.write_all(&serde_json::to_vec_pretty(record)?)?;
-        std::fs::rename(&fresh, self.record_path(name))
+            .open(&fresh)
+            .and_then(|mut file| file.write_all(&text))
+            .and_then(|()| std::fs::rename(&fresh, self.record_path(name)));
+        if written.is_err() {
+            let _ = std::fs::remove_file(&fresh);
+        }
+        written
     }
 
     /// A new empty state of a restore.
@@ -230,12 +271,17 @@ impl Directory {
         Ok(())
     }
 
-    /// All records, by name. A record that cannot be read comes with one sentence.
+    /// All records, by name. A record that cannot be read comes with one sentence. One that was not
+    /// whole when its writer was killed goes.
     pub(crate) fn records(&self) -> io::Result<Vec<(Name, Result<Record, String>)>> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir(&self.path)? {
             let file = entry?.file_name();
-            let name = file.to_str().and_then(|file| file.strip_suffix(".json"));
+            let file = file.to_str().unwrap_or_default();
+            if file.starts_with('.') && file.ends_with(FRESH) {
+                let _ = std::fs::remove_file(self.path.join(file));
+            }
+            let name = file.strip_suffix(".json");
             if let Some(Ok(name)) = name.map(str::parse::<Name>) {
                 let record = self.read(&name);
                 found.push((name, record));
@@ -251,8 +297,11 @@ impl Directory {
         let cannot = |why: &dyn std::fmt::Display| format!("{}: {why}", path.display());
         let mut text = String::new();
         File::open(&path)
-            .and_then(|file| file.take(MAX_RECORD_BYTES).read_to_string(&mut text))
+            .and_then(|file| file.take(MAX_RECORD_BYTES + 1).read_to_string(&mut text))
             .map_err(|why| cannot(&why))?;
+        if text.len() as u64 > MAX_RECORD_BYTES {
+            return Err(cannot(&format_args!("more than {MAX_RECORD_BYTES} bytes")));
+        }
         let record: Record = serde_json::from_str(&text).map_err(|why| cannot(&why))?;
         if record.version != VERSION {
             return Err(cannot(&format_args!(
@@ -395,6 +444,7 @@ mod tests {
         std::fs::write(path.join("old.json"), old.unwrap()).unwrap();
         let found = directory.records().unwrap();
         assert_eq!(found.len(), 3);
+        assert!(!path.join(".x.new").exists());
         let refusal = |index: usize| found[index].1.clone().unwrap_err();
         assert!(refusal(0).contains("bad.json"), "{}", refusal(0));
         assert!(refusal(1).contains("version 0"), "{}", refusal(1));
@@ -402,6 +452,58 @@ mod tests {
         directory.remove(&name).unwrap();
         directory.remove(&name).unwrap();
         assert_eq!(directory.records().unwrap().len(), 2);
+        std::fs::remove_dir_all(path).unwrap();
+    }
+
+    #[test]
+    fn each_record_that_is_written_can_be_read() {
+        let path = path("long");
+        let directory = Directory::take(&path, false).unwrap();
+        let name: Name = "web".parse().unwrap();
+        let region = Region {
+            address: u64::MAX,
+            size: u64::MAX,
+            offset: u64::MAX,
+        };
+        let memory = Memory {
+            page_bytes: 4096,
+            regions: vec![region; crate::MAX_REGIONS],
+        };
+        let record = |bytes: usize| {
+            let memory = "\n".repeat(bytes / 2);
+            Record::new(Restore::new(memory, "/socket"), "file 1".into())
+        };
+        let mut taken = 0;
+        for bytes in (0..160 << 10).step_by(512) {
+            let mut record = record(bytes);
+            match directory.write(&name, &record) {
+                Ok(()) => taken = bytes,
+                Err(why) => {
+                    assert!(why.to_string().contains("at most"), "{why}");
+                    continue;
+                }
+            }
+            record.memory = Some(memory.clone());
+            directory.write(&name, &record).unwrap();
+            assert_eq!(directory.read(&name), Ok(record), "{bytes} bytes");
+        }
+        assert!((96 << 10..128 << 10).contains(&taken), "{taken} bytes");
+        std::fs::write(directory.record_path(&name), vec![b' '; 129 << 10]).unwrap();
+        let refused = directory.read(&name).unwrap_err();
+        assert!(refused.contains("more than"), "{refused}");
+        std::fs::remove_dir_all(path).unwrap();
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_written_leaves_nothing() {
+        let path = path("full");
+        let directory = Directory::take(&path, false).unwrap();
+        let name: Name = "web".parse().unwrap();
+        // As a full disk does, it fails behind the file's creation.
+        std::fs::create_dir(directory.record_path(&name)).unwrap();
+        let record = Record::new(Restore::new("/memory", "/socket"), "file 1".into());
+        assert!(directory.write(&name, &record).is_err());
+        assert!(!path.join(".web.new").exists());
         std::fs::remove_dir_all(path).unwrap();
     }
 }

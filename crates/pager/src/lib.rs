@@ -26,6 +26,7 @@ mod directory;
 mod events;
 mod fetch;
 mod figures;
+mod fingerprint;
 mod handshake;
 mod mount;
 mod name;
@@ -49,6 +50,7 @@ pub use bits::Bits;
 pub use connect::connect;
 pub use directory::DirectoryError;
 pub use events::{Event, Happened};
+pub use fingerprint::Fingerprint;
 #[doc(hidden)]
 pub use handshake::parse_regions;
 pub use handshake::{Handshake, HandshakeError, MAX_HANDSHAKE_BYTES, MAX_REGIONS};

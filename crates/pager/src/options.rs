@@ -1,7 +1,9 @@
 //! The request for a restore. As JSON it is the body of `PUT /restores/{id}`.
 
+use crate::source::is_address;
 use pageferry_hostfs::Owner;
 use serde::{Deserialize, Serialize};
+use std::io;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
@@ -20,7 +22,7 @@ use std::path::PathBuf;
 pub struct Restore {
     /// The memory file of the snapshot: a path, or an address such as `s3://bucket/memory` if the
     /// pager has a store for it. It must not change while a VM uses it: the VM itself is saved
-    /// to another path.
+    /// to another path. All paths are absolute.
     pub memory: PathBuf,
     /// The kind of that file. It is never guessed: the bytes of a memory file are the guest's.
     #[serde(default)]
@@ -60,6 +62,31 @@ impl Restore {
             record: None,
             replay: None,
         }
+    }
+
+    /// The same with absolute paths, from the directory of this process.
+    ///
+    /// # Errors
+    /// When the process has no directory.
+    pub fn absolute(mut self) -> io::Result<Self> {
+        for path in self.paths() {
+            *path = std::path::absolute(&*path)?;
+        }
+        Ok(self)
+    }
+
+    /// A path that means something else to the next pager, whose directory may be another.
+    pub(crate) fn relative(&self) -> Option<PathBuf> {
+        let mut own = self.clone();
+        let mut all = own.paths();
+        all.find(|path| !path.is_absolute()).cloned()
+    }
+
+    /// The paths of files.
+    fn paths(&mut self) -> impl Iterator<Item = &mut PathBuf> {
+        let memory = (!is_address(&self.memory)).then_some(&mut self.memory);
+        let files = [self.record.as_mut(), self.replay.as_mut(), memory];
+        files.into_iter().flatten().chain([&mut self.socket])
     }
 }
 

@@ -3,9 +3,9 @@
 use crate::directory::{Directory, DirectoryError, Record};
 use crate::events::Event;
 use crate::name::Name;
-use crate::options::Restore;
-use crate::recording::RecordingError;
-use crate::restore::{Begin, Common, Entry, Held, Prepared};
+use crate::options::{Background, Restore};
+use crate::recording::{RecordingError, Room};
+use crate::restore::{Begin, Common, Entry, Held, KeptFor, Prepared, kept_names};
 use crate::source::{SourceError, Stores};
 use crate::status::Status;
 use crate::vm::locked;
@@ -15,7 +15,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -23,12 +23,15 @@ use std::time::{Duration, Instant};
 const MAX_RESTORES: usize = 4096;
 /// The longest time for which a pager that ends waits for its reads.
 const LEAVE: Duration = Duration::from_secs(5);
+/// The interval of looks at the memory files.
+const LOOK: Duration = Duration::from_secs(1);
 /// The ended restores that are still shown.
 const MAX_ENDED: usize = 256;
 
 /// Keeps descriptors while the process dies and starts again, such as systemd's FDSTORE.
 pub trait Keeper: Send + Sync {
-    /// Keeps a descriptor under a name.
+    /// Keeps a descriptor under a name: that of the restore for its userfaultfd, and the same with
+    /// `/memory` behind it for its memory file.
     ///
     /// # Errors
     /// One sentence.
@@ -102,6 +105,12 @@ pub enum RestoreError {
     /// The recording cannot be read.
     #[error(transparent)]
     Recording(#[from] RecordingError),
+    /// A path that would mean another file to the next pager.
+    #[error("'{}' is no absolute path: the next pager may have another directory", .0.display())]
+    Relative(PathBuf),
+    /// The memory file has no byte.
+    #[error("{} is empty: expected the memory of a snapshot", .0.display())]
+    Empty(PathBuf),
     /// The record cannot be written, or the host has no descriptor or thread left.
     #[error("cannot begin the restore: {0}")]
     Host(#[from] io::Error),
@@ -116,8 +125,8 @@ pub enum EndError {
     Absent(Name),
     /// Its VM needs it.
     #[error(
-        "{pages} pages of the VM are missing: end the VM first, load its memory, or let the pager \
-         kill it"
+        "{pages} pages of the VM are missing: end the VM first, load its memory (--when-loaded), \
+         or let the pager kill it (--kill)"
     )]
     Needed {
         /// The missing pages.
@@ -155,8 +164,10 @@ pub enum EndError {
 /// ```
 pub struct Pager {
     common: Arc<Common>,
-    restores: Mutex<BTreeMap<Name, Served>>,
+    restores: Arc<Mutex<Restores>>,
 }
+
+type Restores = BTreeMap<Name, Served>;
 
 struct Served {
     entry: Arc<Entry>,
@@ -186,7 +197,7 @@ impl Pager {
                 stores: settings.stores,
                 events: Arc::default(),
             }),
-            restores: Mutex::default(),
+            restores: Arc::default(),
         };
         let records = pager
             .common
@@ -200,7 +211,8 @@ impl Pager {
         for (name, record) in running.into_iter().chain(waiting) {
             match record {
                 Ok(record) => {
-                    let kept = settings.kept.remove(name.as_str());
+                    let [uffd, memory] = kept_names(&name).map(|name| settings.kept.remove(&name));
+                    let kept = KeptFor { uffd, memory };
                     pager.again(name, record, kept).map_err(StartError::Host)?;
                 }
                 // It stays for a person, or for the version that wrote it.
@@ -212,16 +224,25 @@ impl Pager {
                 keeper.forget(name);
             }
         }
+        let restores = Arc::downgrade(&pager.restores);
+        std::thread::Builder::new()
+            .name("memory-files".into())
+            .spawn(move || look_at_memory(&restores))
+            .map_err(StartError::Host)?;
         Ok(pager)
     }
 
     /// Takes up a restore of the former pager.
-    fn again(&self, name: Name, record: Record, kept: Option<OwnedFd>) -> io::Result<()> {
+    fn again(&self, name: Name, record: Record, kept: KeptFor) -> io::Result<()> {
         if let Some(memory) = record.memory.clone() {
+            let recording = record.restore.record.clone();
             match Entry::again(&name, record, &memory, kept, &self.common)? {
                 Some((entry, begin)) => self.spawn(&mut locked(&self.restores), entry, begin)?,
                 // Its VM has ended while nobody served it.
-                None => self.common.directory.remove(&name)?,
+                None => {
+                    drop(recording.as_deref().map(Room::of));
+                    self.common.directory.remove(&name)?;
+                }
             }
             return Ok(());
         }
@@ -237,8 +258,9 @@ impl Pager {
         }
         match Prepared::new(&record.restore, &self.common.stores) {
             Ok(prepared) => {
-                let entry = Entry::waiting(name, record.restore, fault, self.common.clone())?;
-                let begin = Begin::Listen(prepared);
+                let common = self.common.clone();
+                let entry = Entry::waiting(name, fault, &prepared, record.restore, common)?;
+                let begin = Begin::Listen(Box::new(prepared));
                 self.spawn(&mut locked(&self.restores), entry, begin)
             }
             Err(why) => {
@@ -253,7 +275,7 @@ impl Pager {
     /// # Errors
     /// [`RestoreError`]. Nothing is left of the restore then.
     pub fn restore(&self, name: &Name, restore: Restore) -> Result<(), RestoreError> {
-        let is_free = |restores: &BTreeMap<Name, Served>| match restores.get(name) {
+        let is_free = |restores: &Restores| match restores.get(name) {
             Some(served) if !served.entry.has_ended() => Err(RestoreError::Exists(name.clone())),
             _ => Ok(()),
         };
@@ -275,23 +297,17 @@ impl Pager {
 
     fn begin(
         &self,
-        restores: &mut BTreeMap<Name, Served>,
+        restores: &mut Restores,
         name: &Name,
         restore: &Restore,
         prepared: Prepared,
     ) -> io::Result<()> {
-        let record = Record::new(restore.clone(), prepared.source.identity());
-        self.common.directory.write(name, &record)?;
-        let entry = Entry::waiting(name.clone(), restore.clone(), None, self.common.clone())?;
-        self.spawn(restores, entry, Begin::Listen(prepared))
+        let (restore, common) = (restore.clone(), self.common.clone());
+        let entry = Entry::waiting(name.clone(), None, &prepared, restore, common)?;
+        self.spawn(restores, entry, Begin::Listen(Box::new(prepared)))
     }
 
-    fn spawn(
-        &self,
-        restores: &mut BTreeMap<Name, Served>,
-        entry: Arc<Entry>,
-        begin: Begin,
-    ) -> io::Result<()> {
+    fn spawn(&self, restores: &mut Restores, entry: Arc<Entry>, begin: Begin) -> io::Result<()> {
         let own = entry.clone();
         let thread = std::thread::Builder::new()
             .name(format!("serve-{}", entry.name))
@@ -326,14 +342,23 @@ impl Pager {
     /// All restores by name, and the last ones that have ended.
     #[must_use]
     pub fn list(&self) -> Vec<Status> {
-        let entries: Vec<_> = {
-            let restores = locked(&self.restores);
-            restores
-                .values()
-                .map(|served| served.entry.clone())
-                .collect()
-        };
+        let entries = entries_of(&self.restores);
         entries.iter().map(|entry| entry.status()).collect()
+    }
+
+    /// Sets whether the rest of a VM's memory is loaded, also while it runs. Once all is there, the
+    /// restore can be ended, and the VM needs nobody.
+    ///
+    /// # Errors
+    /// [`EndError::Absent`], also for a restore that has ended, and [`EndError::Host`].
+    pub fn set_background(&self, name: &Name, background: Background) -> Result<(), EndError> {
+        let absent = || EndError::Absent(name.clone());
+        let entry = self.entry(name).ok_or_else(absent)?;
+        let set = entry.set_background(background);
+        match set.map_err(|why| EndError::Host(why.to_string()))? {
+            true => Ok(()),
+            false => Err(absent()),
+        }
     }
 
     /// Ends a restore: one that waits, one whose VM has all its pages and needs no pager any more,
@@ -375,7 +400,7 @@ impl Drop for Pager {
     fn drop(&mut self) {
         let restores = std::mem::take(&mut *locked(&self.restores));
         for served in restores.values() {
-            served.entry.stop.ask();
+            served.entry.ask_to_stop();
         }
         for served in restores.into_values() {
             join(Some(served));
@@ -389,6 +414,25 @@ impl Drop for Pager {
     }
 }
 
+/// Looks at the memory files of all VMs again and again, until the pager has ended.
+fn look_at_memory(restores: &Weak<Mutex<Restores>>) {
+    while let Some(restores) = restores.upgrade() {
+        let entries = entries_of(&restores);
+        drop(restores);
+        entries.iter().for_each(|entry| entry.look_at_memory());
+        drop(entries);
+        std::thread::sleep(LOOK);
+    }
+}
+
+fn entries_of(restores: &Mutex<Restores>) -> Vec<Arc<Entry>> {
+    let restores = locked(restores);
+    restores
+        .values()
+        .map(|served| served.entry.clone())
+        .collect()
+}
+
 /// Waits for the thread of a restore. A panic of it was told when it happened.
 fn join(served: Option<Served>) {
     if let Some(thread) = served.and_then(|mut served| served.thread.take()) {
@@ -397,7 +441,7 @@ fn join(served: Option<Served>) {
 }
 
 /// Forgets ended restores beyond those that are shown.
-fn forget_ended(restores: &mut BTreeMap<Name, Served>) {
+fn forget_ended(restores: &mut Restores) {
     let ended = restores
         .values()
         .filter(|served| served.entry.has_ended())

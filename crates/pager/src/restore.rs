@@ -4,21 +4,22 @@
 //! next one finds what it needs to serve the VM. Only a VMM whose handshake was under way has to be
 //! started again, and the next pager says so.
 
-use crate::background;
+use crate::background::{self, Load};
 use crate::directory::{Directory, Memory, Record};
 use crate::events::{Events, Happened};
 use crate::fetch::Fetch;
+use crate::fingerprint::{Fingerprint, Stamp};
 use crate::handshake::{Handshake, HandshakeError};
 use crate::name::Name;
-use crate::options::{OnLoss, Restore};
+use crate::options::{Background, OnLoss, Restore};
 use crate::pager::{Keeper, RestoreError};
-use crate::recording::Recording;
+use crate::recording::{Recording, Room};
 use crate::regions::{Region, Regions};
 use crate::serve::{End, recover, serve, wake_all};
 use crate::shared::{Ring, Shared};
-use crate::source::{self, Source, Stores};
+use crate::source::{self, Source, Stores, is_address};
 use crate::status::{Phase, Status, Survival, VmStatus};
-use crate::vm::{Stop, Vm, locked};
+use crate::vm::{MemoryFile, Stop, Vm, locked};
 use crate::vmm::{self, Vmm};
 use pageferry_addr::Hva;
 use pageferry_hostfs::{SocketFile, listen_at};
@@ -32,8 +33,11 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
+
+const FOREIGN_PIDS: &str = "the VMM runs in another PID namespace, so this pager cannot watch its \
+                            process: let both share one (hostPID, --pid=host)";
 
 /// The parts that all restores of a pager share.
 pub(crate) struct Common {
@@ -56,11 +60,17 @@ impl Common {
 /// One restore.
 pub(crate) struct Entry {
     pub(crate) name: Name,
-    restore: Restore,
+    pub(crate) restore: Restore,
+    /// Nobody waits while he holds its lock, for a file or for another process. So others may look
+    /// at any time.
     state: Mutex<State>,
     changed: Condvar,
-    pub(crate) stop: Arc<Stop>,
-    common: Arc<Common>,
+    /// The record on disk, until it is removed.
+    record: Mutex<Option<Record>>,
+    pub(crate) load: Arc<Load>,
+    /// Its thread and its VM hold it. So a restore that has ended holds no descriptor.
+    stop: Weak<Stop>,
+    pub(crate) common: Arc<Common>,
 }
 
 enum State {
@@ -74,45 +84,76 @@ enum State {
         fault: String,
         vmm: Vmm,
     },
-    Ended(Option<Box<VmStatus>>),
+    Ended {
+        vm: Option<Box<VmStatus>>,
+        fault: Option<String>,
+    },
+}
+
+impl State {
+    const RELEASED: Self = Self::Ended {
+        vm: None,
+        fault: None,
+    };
 }
 
 /// Where the thread of a restore begins.
 pub(crate) enum Begin {
     /// It waits for a VMM.
-    Listen(Prepared),
+    Listen(Box<Prepared>),
     /// It goes on with a VM of a former pager.
     Serve { vm: Arc<Vm>, ring: Ring },
     /// It has nothing to do.
     Nothing,
 }
 
+/// The descriptors of a restore that a keeper has kept.
+#[derive(Default)]
+pub(crate) struct KeptFor {
+    pub(crate) uffd: Option<OwnedFd>,
+    pub(crate) memory: Option<OwnedFd>,
+}
+
+/// The names under which a keeper has the descriptors of a restore.
+pub(crate) fn kept_names(name: &Name) -> [String; 2] {
+    [name.to_string(), format!("{name}/memory")]
+}
+
 impl Entry {
-    /// A restore that waits at its socket.
+    /// A restore that waits at its socket. Its record is written first.
     pub(crate) fn waiting(
         name: Name,
-        restore: Restore,
         fault: Option<String>,
+        prepared: &Prepared,
+        restore: Restore,
         common: Arc<Common>,
-    ) -> Result<Arc<Self>, Errno> {
+    ) -> io::Result<Arc<Self>> {
+        let mut record = Record::new(restore, prepared.source.identity());
+        record.stamp = prepared.stamp;
+        record.fingerprint = prepared.fingerprint;
+        common.directory.write(&name, &record)?;
         common.events.add(&name, Happened::Waiting);
-        Self::with(name, restore, State::Waiting { fault }, common)
+        let state = State::Waiting { fault };
+        Ok(Self::with(name, record, state, &prepared.stop, common))
     }
 
     fn with(
         name: Name,
-        restore: Restore,
+        record: Record,
         state: State,
+        stop: &Arc<Stop>,
         common: Arc<Common>,
-    ) -> Result<Arc<Self>, Errno> {
-        Ok(Arc::new(Self {
+    ) -> Arc<Self> {
+        Arc::new(Self {
             name,
-            restore,
+            restore: record.restore.clone(),
             state: Mutex::new(state),
             changed: Condvar::new(),
-            stop: Arc::new(Stop::new()?),
+            load: Arc::new(Load::new(record.restore.background)),
+            record: Mutex::new(Some(record)),
+            stop: Arc::downgrade(stop),
             common,
-        }))
+        })
     }
 
     /// The restore of a former pager whose VM was served. `None` if its VMM has ended.
@@ -120,26 +161,15 @@ impl Entry {
         name: &Name,
         record: Record,
         memory: &Memory,
-        kept: Option<OwnedFd>,
+        kept: KeptFor,
         common: &Arc<Common>,
     ) -> io::Result<Option<(Arc<Self>, Begin)>> {
         let Some(Ok(vmm)) = record.vmm.map(Vmm::again) else {
             return Ok(None);
         };
         let stop = Arc::new(Stop::new()?);
-        let restore = record.restore;
-        let entry = |state| {
-            Arc::new(Self {
-                name: name.clone(),
-                restore: restore.clone(),
-                state: Mutex::new(state),
-                changed: Condvar::new(),
-                stop: stop.clone(),
-                common: common.clone(),
-            })
-        };
         let mut survival = Survival::Kept;
-        let uffd = match kept.map(|fd| vmm::adopt(fd, &memory.regions)) {
+        let uffd = match kept.uffd.map(|fd| vmm::adopt(fd, &memory.regions)) {
             Some(Ok(uffd)) => Ok(uffd),
             _ => {
                 survival = Survival::Taken;
@@ -158,6 +188,7 @@ impl Entry {
             .state(name)
             .and_then(|file| Shared::open(&file, regions.pages()))
             .map_err(|why| format!("the state of the former pager: {why}"));
+        let entry = |state| Self::with(name.clone(), record.clone(), state, &stop, common.clone());
         let (uffd, (shared, mut ring)) = match (uffd, state) {
             (Ok(uffd), Ok(state)) => (uffd, state),
             // It has ended meanwhile.
@@ -167,7 +198,7 @@ impl Entry {
                 common
                     .events
                     .add(name, Happened::Failed { why: why.clone() });
-                if restore.on_loss == OnLoss::Kill {
+                if record.restore.on_loss == OnLoss::Kill {
                     // It may have ended meanwhile.
                     let _ = vmm.signal(Signal::KILL);
                 }
@@ -175,43 +206,51 @@ impl Entry {
                 return Ok(Some((entry(failed), Begin::Nothing)));
             }
         };
-        let bytes = memory
-            .regions
-            .iter()
-            .map(|region| region.offset + region.size);
-        let source = source::again(
-            &restore,
-            &common.stores,
-            record.source,
-            bytes.max().unwrap_or(0),
-        );
+        let is_kept = kept.memory.is_some();
+        let memory_file = MemoryFile::new(record.stamp, record.fingerprint, is_kept);
+        let source = source::again(&record, &common.stores, memory.bytes(), kept.memory);
+        let entry = entry(State::Waiting { fault: None });
         let vm = Arc::new(Vm::new(
-            name.clone(),
-            restore.clone(),
+            &entry,
+            &stop,
             regions,
-            uffd,
+            (uffd, survival),
             vmm,
-            source,
+            (source, memory_file),
             shared,
-            survival,
-            stop.clone(),
-            common.directory.clone(),
-            common.events.clone(),
         ));
         Fetch::start(&vm)?;
         recover(&vm, &mut ring);
         vm.recover_touches();
         wake_all(&vm);
-        let serving = State::Serving(vm.clone());
-        Ok(Some((entry(serving), Begin::Serve { vm, ring })))
+        *locked(&entry.state) = State::Serving(vm.clone());
+        Ok(Some((entry, Begin::Serve { vm, ring })))
+    }
+
+    /// Asks its thread to end.
+    pub(crate) fn ask_to_stop(&self) {
+        if let Some(stop) = self.stop.upgrade() {
+            stop.ask();
+        }
+    }
+
+    /// Changes the record on disk. Returns false if it was removed.
+    fn note(&self, change: impl FnOnce(&mut Record)) -> io::Result<bool> {
+        let mut record = locked(&self.record);
+        let Some(record) = &mut *record else {
+            return Ok(false);
+        };
+        change(record);
+        self.common.directory.write(&self.name, record)?;
+        Ok(true)
     }
 
     /// Runs the restore on this thread until it ends or is stopped.
     pub(crate) fn run(&self, begin: Begin) {
         match begin {
             Begin::Listen(prepared) => {
-                let accepted = self.accept(&prepared.socket, &prepared.source);
-                let Some((vm, mut ring, connection)) = accepted else {
+                let prepared = *prepared;
+                let Some((vm, mut ring, connection)) = self.accept(&prepared) else {
                     if self.is_leaving() {
                         drop(prepared.file);
                         self.leave();
@@ -223,6 +262,9 @@ impl Entry {
                 };
                 // The restore is for one VM: another connect is refused from now on.
                 drop((prepared.socket, prepared.file));
+                if let Some(room) = prepared.room {
+                    room.keep();
+                }
                 let mut state = locked(&self.state);
                 if matches!(*state, State::Leaving) {
                     drop(state);
@@ -234,14 +276,14 @@ impl Entry {
                 drop(state);
                 self.changed.notify_all();
                 self.tell_serving(&vm, false);
-                background::start(&vm, prepared.recording);
+                background::start(&vm, true, prepared.recording);
                 self.serve(&vm, &mut ring);
                 // Firecracker keeps its end for its whole life: its end would be ours.
                 drop(connection);
             }
             Begin::Serve { vm, mut ring } => {
                 self.tell_serving(&vm, true);
-                background::start(&vm, None);
+                background::start(&vm, true, None);
                 self.serve(&vm, &mut ring);
             }
             Begin::Nothing => {}
@@ -262,13 +304,21 @@ impl Entry {
 
     fn serve(&self, vm: &Arc<Vm>, ring: &mut Ring) {
         let end = serve(vm, ring);
+        let mut unwritten = None;
         if let Some(path) = &self.restore.record {
             let touches = vm.touches();
             let offsets = touches.iter().map(|&page| vm.regions.place_of(page).1);
-            if let Err(why) = Recording::of(offsets).save(path) {
-                tracing::error!(restore = %self.name, "cannot write the recording: {why}");
+            let recording = Recording::of(offsets).about(vm.memory.fingerprint);
+            if let Err(why) = recording.save(path) {
+                let why = format!("cannot write the recording: {why}");
+                tracing::error!(restore = %self.name, "{why}");
+                unwritten = Some(why);
             }
         }
+        let ended = || State::Ended {
+            vm: Some(Box::new(VmStatus::of(vm))),
+            fault: unwritten.or_else(|| vm.loss()),
+        };
         match end {
             // A pager that ends leaves the VM to the next one.
             End::Stopped => {}
@@ -276,7 +326,7 @@ impl Entry {
                 vm.stop.ask();
                 self.forget();
                 tracing::info!(restore = %self.name, "the VMM has ended");
-                self.become_(State::Ended(Some(Box::new(VmStatus::of(vm)))));
+                self.become_(ended());
             }
             End::Failed(fault) => {
                 tracing::error!(restore = %self.name, "{fault}");
@@ -284,7 +334,7 @@ impl Entry {
                 let vmm = Vmm::again(vm.vmm.identity);
                 self.become_(match vmm {
                     Ok(vmm) => State::Failed { fault, vmm },
-                    Err(_) => State::Ended(Some(Box::new(VmStatus::of(vm)))),
+                    Err(_) => ended(),
                 });
             }
         }
@@ -294,7 +344,7 @@ impl Entry {
     /// written the record.
     fn leave(&self) {
         self.forget();
-        self.become_(State::Ended(None));
+        self.become_(State::RELEASED);
     }
 
     fn is_leaving(&self) -> bool {
@@ -303,8 +353,13 @@ impl Entry {
 
     /// Removes what would outlive this process.
     fn forget(&self) {
+        if locked(&self.record).take().is_none() {
+            return;
+        }
         if let Some(keeper) = &self.common.keeper {
-            keeper.forget(self.name.as_str());
+            kept_names(&self.name)
+                .iter()
+                .for_each(|name| keeper.forget(name));
         }
         if let Err(why) = self.common.directory.remove(&self.name) {
             tracing::error!(restore = %self.name, "cannot remove the record: {why}");
@@ -313,7 +368,7 @@ impl Entry {
 
     fn become_(&self, state: State) {
         let mut now = locked(&self.state);
-        if matches!(state, State::Ended(_)) && !matches!(*now, State::Ended(_)) {
+        if matches!(state, State::Ended { .. }) && !matches!(*now, State::Ended { .. }) {
             self.tell(Happened::Ended);
         }
         *now = state;
@@ -322,17 +377,13 @@ impl Entry {
     }
 
     /// Waits for a VMM whose handshake holds.
-    fn accept(
-        &self,
-        socket: &UnixListener,
-        source: &Arc<dyn Source>,
-    ) -> Option<(Arc<Vm>, Ring, OwnedFd)> {
-        let mut record = Record::new(self.restore.clone(), source.identity());
+    fn accept(&self, prepared: &Prepared) -> Option<(Arc<Vm>, Ring, OwnedFd)> {
+        let stop = &prepared.stop;
         loop {
-            let connection = self.next_connection(socket.as_fd())?;
-            let refusal = match self.shake(connection.as_fd(), &mut record, source) {
+            let connection = self.next_connection(prepared.socket.as_fd(), stop)?;
+            let refusal = match self.shake(connection.as_fd(), prepared) {
                 Ok((vm, ring)) => return Some((vm, ring, connection)),
-                Err(_) if self.stop.is_asked() => return None,
+                Err(_) if stop.is_asked() => return None,
                 Err(refusal) => refusal,
             };
             // A probe of the socket, such as by another pager, says nothing.
@@ -343,24 +394,26 @@ impl Entry {
                 self.tell(Happened::Refused { why: fault.clone() });
                 self.become_(State::Waiting { fault: Some(fault) });
             }
-            record.vmm = None;
-            record.memory = None;
-            if let Err(why) = self.common.directory.write(&self.name, &record) {
+            let forgotten = self.note(|record| {
+                record.vmm = None;
+                record.memory = None;
+            });
+            if let Err(why) = forgotten {
                 tracing::error!(restore = %self.name, "cannot write the record: {why}");
             }
         }
     }
 
     /// `None` when the restore is to end.
-    fn next_connection(&self, socket: BorrowedFd<'_>) -> Option<OwnedFd> {
+    fn next_connection(&self, socket: BorrowedFd<'_>, stop: &Stop) -> Option<OwnedFd> {
         loop {
-            let bell = self.stop.bell();
+            let bell = stop.bell();
             let mut fds = [
                 PollFd::new(&socket, PollFlags::IN),
                 PollFd::new(&bell, PollFlags::IN),
             ];
             let polled = poll(&mut fds, None);
-            if self.stop.is_asked() {
+            if stop.is_asked() {
                 return None;
             }
             let accepted = polled
@@ -380,55 +433,64 @@ impl Entry {
     fn shake(
         &self,
         connection: BorrowedFd<'_>,
-        record: &mut Record,
-        source: &Arc<dyn Source>,
+        prepared: &Prepared,
     ) -> Result<(Arc<Vm>, Ring), Refusal> {
+        let Prepared { source, stop, .. } = prepared;
         let cannot =
             |what: &str, why: &dyn std::fmt::Display| Refusal::Other(format!("{what}: {why}"));
-        let peer = rustix::net::sockopt::socket_peercred(connection)
-            .map_err(|errno| cannot("the peer's process", &errno))?;
+        let peer = rustix::net::sockopt::socket_peercred(connection).map_err(|errno| {
+            // The kernel says 0 for a process without a number here, and rustix takes it for an
+            // error.
+            match errno.raw_os_error() {
+                0 => Refusal::Other(FOREIGN_PIDS.to_owned()),
+                _ => cannot("the peer's process", &errno),
+            }
+        })?;
         let pid = peer.pid.as_raw_nonzero().get();
         let vmm = Vmm::of_pid(pid).map_err(|errno| {
             let what = format!("the VMM's process {pid} is not visible from here");
             cannot(&what, &errno)
         })?;
-        record.vmm = Some(vmm.identity);
-        let directory = &self.common.directory;
         let state = |why: io::Error| cannot("the state of the VM", &why);
-        directory.write(&self.name, record).map_err(state)?;
+        self.note(|record| record.vmm = Some(vmm.identity))
+            .map_err(state)?;
 
-        let stop = Some(self.stop.bell());
         let Handshake {
             regions,
             page_bytes,
             uffd,
-        } = Handshake::receive(connection, source.bytes(), stop).map_err(|why| match why {
-            HandshakeError::Ended(0) => Refusal::Silent,
-            why => Refusal::Other(why.to_string()),
+        } = Handshake::receive(connection, source.bytes(), Some(stop.bell())).map_err(|why| {
+            match why {
+                HandshakeError::Ended(0) => Refusal::Silent,
+                why => Refusal::Other(why.to_string()),
+            }
         })?;
         let survival = self.survival(&vmm, &uffd, &regions);
+        let is_kept = match (&self.common.keeper, source.file()) {
+            (Some(keeper), Some(file)) => keeper.keep(&kept_names(&self.name)[1], file).is_ok(),
+            _ => false,
+        };
+        let memory_file = MemoryFile::new(prepared.stamp, prepared.fingerprint, is_kept);
         let numbered = Regions::new(&regions, page_bytes);
+        let directory = &self.common.directory;
         let (shared, ring) = directory
             .new_state(&self.name)
             .and_then(|file| Shared::create(&file, numbered.pages()))
             .map_err(state)?;
-        record.memory = Some(Memory {
+        let memory = Memory {
             page_bytes,
             regions,
-        });
-        directory.write(&self.name, record).map_err(state)?;
+        };
+        self.note(|record| record.memory = Some(memory))
+            .map_err(state)?;
         let vm = Vm::new(
-            self.name.clone(),
-            self.restore.clone(),
+            self,
+            stop,
             numbered,
-            uffd,
+            (uffd, survival),
             vmm,
-            source.clone(),
+            (source.clone(), memory_file),
             shared,
-            survival,
-            self.stop.clone(),
-            directory.clone(),
-            self.common.events.clone(),
         );
         let vm = Arc::new(vm);
         Fetch::start(&vm).map_err(|why| cannot("a thread for reads", &why))?;
@@ -438,7 +500,7 @@ impl Entry {
     /// Gives the userfaultfd to the keeper, or tries whether it can be taken out of the VMM.
     fn survival(&self, vmm: &Vmm, uffd: &Userfaultfd, regions: &[Region]) -> Survival {
         let kept = match &self.common.keeper {
-            Some(keeper) => keeper.keep(self.name.as_str(), uffd.as_fd()),
+            Some(keeper) => keeper.keep(&kept_names(&self.name)[0], uffd.as_fd()),
             None => Err("no service manager keeps it".to_owned()),
         };
         let Err(not_kept) = kept else {
@@ -454,11 +516,38 @@ impl Entry {
         }
     }
 
+    /// Looks whether the memory file of its VM is still at its path. It may wait for the file
+    /// system, so no other answer waits for it.
+    pub(crate) fn look_at_memory(&self) {
+        let vm = match &*locked(&self.state) {
+            State::Serving(vm) => vm.clone(),
+            _ => return,
+        };
+        vm.memory.look(&self.restore.memory);
+    }
+
+    /// Sets how the rest of the memory is loaded, also for the next pager. Returns false if the
+    /// restore has ended.
+    pub(crate) fn set_background(&self, background: Background) -> io::Result<bool> {
+        if !self.note(|record| record.restore.background = background)? {
+            return Ok(false);
+        }
+        self.load.set(background);
+        let vm = match &*locked(&self.state) {
+            State::Serving(vm) => Some(vm.clone()),
+            _ => None,
+        };
+        if let Some(vm) = vm {
+            background::start(&vm, false, None);
+        }
+        Ok(true)
+    }
+
     /// Waits until the restore has ended, but at most `limit`.
     pub(crate) fn wait_ended(&self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         let mut state = locked(&self.state);
-        while !matches!(*state, State::Ended(_)) {
+        while !matches!(*state, State::Ended { .. }) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return false;
@@ -470,7 +559,7 @@ impl Entry {
     }
 
     pub(crate) fn has_ended(&self) -> bool {
-        matches!(*locked(&self.state), State::Ended(_))
+        matches!(*locked(&self.state), State::Ended { .. })
     }
 
     /// Lets the restore go. Returns the number of pages for which its VM still needs it, if there
@@ -481,7 +570,7 @@ impl Entry {
             State::Waiting { .. } | State::Leaving => {
                 *state = State::Leaving;
                 drop(state);
-                self.stop.ask();
+                self.ask_to_stop();
                 self.wait_ended(Duration::from_secs(30));
             }
             State::Serving(vm) if kill => {
@@ -490,25 +579,19 @@ impl Entry {
                 self.wait_ended(Duration::from_secs(30));
             }
             State::Serving(vm) => {
+                let vm = vm.clone();
+                drop(state);
                 let missing = vm.missing();
                 if missing > 0 {
                     return Err(Held::Missing(missing));
                 }
                 // A pager that dies half-way must not be followed by one that registers again:
                 // pages that are dropped without a message would be missing for ever.
-                let directory = &self.common.directory;
-                directory
-                    .read(&self.name)
-                    .and_then(|mut record| {
-                        record.released = true;
-                        let written = directory.write(&self.name, &record);
-                        written.map_err(|why| why.to_string())
-                    })
-                    .and_then(|()| unregister(&vm.uffd, vm.regions.iter()))
-                    .map_err(Held::Kernel)?;
+                self.note(|record| record.released = true)
+                    .map_err(|why| Held::Kernel(why.to_string()))?;
+                unregister(&vm.uffd, vm.regions.iter()).map_err(Held::Kernel)?;
                 vm.released.store(true, Ordering::Release);
-                self.stop.ask();
-                drop(state);
+                vm.stop.ask();
                 self.forget();
             }
             State::Failed { fault, vmm } => {
@@ -520,35 +603,35 @@ impl Entry {
                 drop(state);
                 self.forget();
             }
-            State::Ended(_) => {}
+            State::Ended { .. } => drop(state),
         }
-        self.become_(State::Ended(None));
+        self.become_(State::RELEASED);
         Ok(())
     }
 
     pub(crate) fn status(&self) -> Status {
-        let state = locked(&self.state);
-        let (phase, fault, vm) = match &*state {
-            State::Waiting { fault } => (Phase::Waiting, fault.clone(), None),
-            State::Leaving => (Phase::Waiting, None, None),
-            State::Serving(vm) => {
-                let loss = vm.loss();
-                let phase = if loss.is_some() {
-                    Phase::Lost
-                } else {
-                    Phase::Serving
-                };
-                (phase, loss, Some(VmStatus::of(vm)))
+        let (phase, fault, served, vm) = match &*locked(&self.state) {
+            State::Waiting { fault } => (Phase::Waiting, fault.clone(), None, None),
+            State::Leaving => (Phase::Waiting, None, None, None),
+            State::Serving(vm) => (Phase::Serving, None, Some(vm.clone()), None),
+            State::Failed { fault, .. } => (Phase::Failed, Some(fault.clone()), None, None),
+            State::Ended { vm, fault } => {
+                (Phase::Ended, fault.clone(), None, vm.as_deref().cloned())
             }
-            State::Failed { fault, .. } => (Phase::Failed, Some(fault.clone()), None),
-            State::Ended(vm) => (Phase::Ended, None, vm.as_deref().cloned()),
         };
+        // What a VM needs to be counted takes a while.
+        let loss = served.as_ref().and_then(|vm| vm.loss());
+        let mut restore = self.restore.clone();
+        restore.background = self.load.background();
         Status {
             id: self.name.as_str().to_owned(),
-            phase,
-            fault,
-            restore: self.restore.clone(),
-            vm,
+            phase: match loss {
+                Some(_) => Phase::Lost,
+                None => phase,
+            },
+            fault: loss.or(fault),
+            restore,
+            vm: served.map(|vm| VmStatus::of(&vm)).or(vm),
         }
     }
 }
@@ -605,20 +688,46 @@ pub(crate) struct Prepared {
     socket: UnixListener,
     file: SocketFile,
     pub(crate) source: Arc<dyn Source>,
+    stamp: Option<Stamp>,
+    fingerprint: Option<Fingerprint>,
     recording: Option<Recording>,
+    room: Option<Room>,
+    stop: Arc<Stop>,
 }
 
 impl Prepared {
-    /// Opens the memory and the recording, then makes the socket.
+    /// Opens the memory and the recordings, then makes the socket.
     pub(crate) fn new(restore: &Restore, stores: &Stores) -> Result<Self, RestoreError> {
+        if let Some(path) = restore.relative() {
+            return Err(RestoreError::Relative(path));
+        }
         let source = stores.open(&restore.memory, restore.format)?;
-        let recording = restore.replay.as_deref().map(Recording::load).transpose()?;
+        if source.bytes() == 0 {
+            return Err(RestoreError::Empty(restore.memory.clone()));
+        }
+        let (replay, record) = (restore.replay.as_deref(), restore.record.as_deref());
+        let stamp = match is_address(&restore.memory) {
+            true => None,
+            false => Stamp::of(&restore.memory).ok(),
+        };
+        let fingerprint = match stamp.is_some() || replay.is_some() || record.is_some() {
+            true => Some(Fingerprint::of(&*source)?),
+            false => None,
+        };
+        let recording = replay.map(|path| Recording::load_of(path, fingerprint));
+        let recording = recording.transpose()?;
         let (socket, file) = listen_at(&restore.socket, &restore.owner)?;
+        let room = record.map(|path| Room::reserve(path, source.bytes()));
+        let room = room.transpose()?;
         Ok(Self {
             socket,
             file,
             source,
+            stamp,
+            fingerprint,
             recording,
+            room,
+            stop: Arc::new(Stop::new().map_err(io::Error::from)?),
         })
     }
 }

@@ -29,10 +29,12 @@ pub enum Phase {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Survival {
-    /// Nothing: the service manager keeps the userfaultfd.
+    /// Nothing: the service manager keeps the userfaultfd. The memory file is kept too, or at its
+    /// path.
     #[default]
     Kept,
-    /// Nothing: the next pager takes the userfaultfd out of the VMM.
+    /// Nothing: the next pager takes the userfaultfd out of the VMM, and the memory file is at its
+    /// path.
     Taken,
     /// The VM, for this reason.
     Lost(String),
@@ -70,7 +72,8 @@ pub struct Status {
     pub id: String,
     /// Its state.
     pub phase: Phase,
-    /// Why it is lost, has failed, or refused the last handshake.
+    /// Why it is lost, has failed, or refused the last handshake. Why an ended one was lost, or has
+    /// no recording.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fault: Option<String>,
     /// The request.
@@ -140,7 +143,7 @@ impl VmStatus {
             .counts(|page| !vm.shared.placed().test(page) && !vm.shared.removed().test(page));
         Self {
             pid: vm.vmm.identity.pid,
-            death_of_pager: vm.survival.clone(),
+            death_of_pager: vm.survival(),
             sees_removals: vm.uffd.features().contains(Features::EVENT_REMOVE),
             page_bytes: vm.regions.page_bytes(),
             pages: vm.regions.pages(),

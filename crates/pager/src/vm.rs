@@ -1,13 +1,16 @@
 //! All that serves one VM, shared by its threads.
 
 use crate::answer::Placed;
+use crate::background::Load;
 use crate::directory::Directory;
 use crate::events::{Events, Happened};
 use crate::fetch::{Fetch, Next};
 use crate::figures::Figures;
+use crate::fingerprint::{Fingerprint, Stamp};
 use crate::name::Name;
 use crate::options::{OnLoss, Restore};
 use crate::regions::Regions;
+use crate::restore::Entry;
 use crate::sample::Sample;
 use crate::shared::Shared;
 use crate::source::{Source, SourceError};
@@ -19,6 +22,7 @@ use rustix::io::Errno;
 use rustix::process::Signal;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -81,11 +85,15 @@ pub(crate) struct Vm {
     pub(crate) figures: Figures,
     pub(crate) sample: Sample,
     /// The reason why a page cannot be read, while that is so.
-    loss: Mutex<Option<String>>,
+    loss: Mutex<Option<Loss>>,
     /// Pages in the order of their first touches.
     touched: Mutex<Vec<u64>>,
     run: Run,
+    /// The way to the userfaultfd for the next pager.
     pub(crate) survival: Survival,
+    /// The way to the memory file for the next pager.
+    pub(crate) memory: MemoryFile,
+    pub(crate) load: Arc<Load>,
     pub(crate) stop: Arc<Stop>,
     /// Whether its memory needs no pager any more. It is set before `stop` is asked.
     pub(crate) released: AtomicBool,
@@ -97,24 +105,59 @@ pub(crate) struct Vm {
     last_fault: AtomicU64,
 }
 
-impl Vm {
-    #[expect(clippy::too_many_arguments, reason = "one value a field")]
+/// The reason why a page cannot be placed.
+#[derive(Debug)]
+struct Loss {
+    why: String,
+    /// Whether it cannot be read. Else the host refuses it.
+    is_of_source: bool,
+}
+
+/// The memory file of a VM, as the next pager will look for it.
+#[derive(Debug, Default)]
+pub(crate) struct MemoryFile {
+    /// The file at the path, if it is one.
+    stamp: Option<Stamp>,
+    pub(crate) fingerprint: Option<Fingerprint>,
+    /// Whether a keeper has it.
+    is_kept: bool,
+    is_gone: AtomicBool,
+}
+
+impl MemoryFile {
     pub(crate) fn new(
-        name: Name,
-        restore: Restore,
-        regions: Regions,
-        uffd: Userfaultfd,
-        vmm: Vmm,
-        source: Arc<dyn Source>,
-        shared: Shared,
-        survival: Survival,
-        stop: Arc<Stop>,
-        directory: Arc<Directory>,
-        events: Arc<Events>,
+        stamp: Option<Stamp>,
+        fingerprint: Option<Fingerprint>,
+        is_kept: bool,
     ) -> Self {
         Self {
-            name,
-            restore,
+            stamp,
+            fingerprint,
+            is_kept,
+            is_gone: AtomicBool::new(false),
+        }
+    }
+
+    /// Looks whether the file is still at its path, which may take long.
+    pub(crate) fn look(&self, path: &Path) {
+        let is_gone = self.stamp.is_some_and(|stamp| !stamp.is_at(path));
+        self.is_gone.store(is_gone, Ordering::Relaxed);
+    }
+}
+
+impl Vm {
+    pub(crate) fn new(
+        entry: &Entry,
+        stop: &Arc<Stop>,
+        regions: Regions,
+        (uffd, survival): (Userfaultfd, Survival),
+        vmm: Vmm,
+        (source, memory): (Arc<dyn Source>, MemoryFile),
+        shared: Shared,
+    ) -> Self {
+        Self {
+            name: entry.name.clone(),
+            restore: entry.restore.clone(),
             regions,
             uffd,
             vmm,
@@ -128,12 +171,29 @@ impl Vm {
             touched: Mutex::default(),
             run: Run::default(),
             survival,
-            stop,
+            memory,
+            load: entry.load.clone(),
+            stop: stop.clone(),
             released: AtomicBool::new(false),
-            events,
-            _directory: directory,
+            events: entry.common.events.clone(),
+            _directory: entry.common.directory.clone(),
             began: Instant::now(),
             last_fault: AtomicU64::new(0),
+        }
+    }
+
+    /// The cost of the pager's death: the next one needs the userfaultfd and the memory file.
+    pub(crate) fn survival(&self) -> Survival {
+        match &self.survival {
+            Survival::Lost(why) => Survival::Lost(why.clone()),
+            _ if !self.memory.is_kept && self.memory.is_gone.load(Ordering::Relaxed) => {
+                let path = self.restore.memory.display();
+                Survival::Lost(format!(
+                    "{path} is not the memory file any more, and no service manager keeps the \
+                     file: load all its memory, and end the restore"
+                ))
+            }
+            there => there.clone(),
         }
     }
 
@@ -180,7 +240,7 @@ impl Vm {
     pub(crate) fn source_failed(&self, why: &SourceError) {
         self.figures.source_errors.add(1);
         let mut loss = locked(&self.loss);
-        if loss.is_none() {
+        if !loss.as_ref().is_some_and(|loss| loss.is_of_source) {
             let signal = match self.restore.on_loss {
                 OnLoss::Wait => None,
                 OnLoss::Kill => Some(Signal::KILL),
@@ -191,12 +251,16 @@ impl Vm {
                 tracing::error!(restore = %self.name, "cannot signal the VMM: {errno}");
             }
         }
-        let why = why.to_string();
-        if loss.as_ref() != Some(&why) {
-            self.events
-                .add(&self.name, Happened::Lost { why: why.clone() });
+        self.lose(&mut loss, why.to_string(), true);
+    }
+
+    /// Notes a loss, and tells of it unless it is known.
+    fn lose(&self, loss: &mut Option<Loss>, why: String, is_of_source: bool) {
+        if loss.as_ref().is_none_or(|known| known.why != why) {
+            let why = why.clone();
+            self.events.add(&self.name, Happened::Lost { why });
         }
-        *loss = Some(why);
+        *loss = Some(Loss { why, is_of_source });
     }
 
     /// A read has succeeded. A VM that was paused stays so: its operator resumes it.
@@ -223,7 +287,7 @@ impl Vm {
 
     /// The reason why a page cannot be read now.
     pub(crate) fn loss(&self) -> Option<String> {
-        locked(&self.loss).clone()
+        locked(&self.loss).as_ref().map(|loss| loss.why.clone())
     }
 
     /// The pages that have not come yet. Pages given back need none.
@@ -240,11 +304,8 @@ impl Vm {
     pub(crate) fn host_refused(&self, why: &RangeError) {
         let mut loss = locked(&self.loss);
         if loss.is_none() {
-            let why = why.to_string();
             tracing::error!(restore = %self.name, "{why}");
-            self.events
-                .add(&self.name, Happened::Lost { why: why.clone() });
-            *loss = Some(why);
+            self.lose(&mut loss, why.to_string(), false);
         }
     }
 
@@ -325,4 +386,78 @@ impl Run {
 /// Locks a mutex whose data are whole after each statement.
 pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::restore::{Common, Prepared};
+    use crate::source::Stores;
+    use pageferry_addr::Hva;
+    use pageferry_userfault::uffd::{Features, RangeOp};
+    use rustix::fs::{MemfdFlags, memfd_create};
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Child, Command};
+
+    /// A process that ends with its test.
+    struct Sleep(Child);
+
+    impl Drop for Sleep {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    #[test]
+    fn a_source_that_fails_behind_a_refusal_of_the_host_kills_too() {
+        let Ok(uffd) = Userfaultfd::open(Features::empty()) else {
+            pageferry_testkit::skip("uffd", "not permitted");
+            return;
+        };
+        let pid = std::process::id();
+        let scratch = std::env::temp_dir().join(format!("pageferry-loss-{pid}"));
+        std::fs::create_dir(&scratch).unwrap();
+        let path = scratch.join("memory");
+        std::fs::write(&path, [7; 4096]).unwrap();
+        let mut restore = Restore::new(&path, scratch.join("socket"));
+        restore.on_loss = OnLoss::Kill;
+        let prepared = Prepared::new(&restore, &Stores::default()).unwrap();
+        let common = Arc::new(Common {
+            directory: Arc::new(Directory::take(&scratch.join("state"), false).unwrap()),
+            keeper: None,
+            may_not_take: false,
+            stores: Stores::default(),
+            events: Arc::default(),
+        });
+        let name: Name = "web".parse().unwrap();
+        let entry = Entry::waiting(name, None, &prepared, restore, common).unwrap();
+        let mut child = Sleep(Command::new("sleep").arg("600").spawn().unwrap());
+        let file = memfd_create("state", MemfdFlags::CLOEXEC).unwrap().into();
+        let vm = Vm::new(
+            &entry,
+            &Arc::new(Stop::new().unwrap()),
+            Regions::new(&[], 4096),
+            (uffd, Survival::Kept),
+            Vmm::of_pid(child.0.id() as i32).unwrap(),
+            (prepared.source.clone(), MemoryFile::default()),
+            Shared::create(&file, 0).unwrap().0,
+        );
+        vm.host_refused(&RangeError {
+            op: RangeOp::Copy,
+            start: Hva(4096),
+            len: 4096,
+            done: 0,
+            errno: Errno::NOMEM,
+        });
+        assert!(vm.loss().is_some() && child.0.try_wait().unwrap().is_none());
+        vm.source_failed(&SourceError::Short {
+            what: "memory".to_owned(),
+            end: 4096,
+        });
+        let ended =
+            pageferry_testkit::wait_for("the VMM to be killed", || child.0.try_wait().unwrap());
+        assert_eq!(ended.signal(), Some(Signal::KILL.as_raw()));
+        std::fs::remove_dir_all(scratch).unwrap();
+    }
 }

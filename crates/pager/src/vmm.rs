@@ -106,6 +106,15 @@ impl Vmm {
 /// Firecracker up to 1.11 asks for that only if its VM has a balloon, and else removes nothing.
 pub(crate) fn adopt(fd: OwnedFd, regions: &[Region]) -> Result<Userfaultfd, String> {
     let uffd = Userfaultfd::adopt(fd, Features::empty()).map_err(|why| why.to_string())?;
+    // Each fork event would bring a descriptor, and nobody would serve the child's memory.
+    let unread =
+        Features::EVENT_FORK | Features::EVENT_REMAP | Features::EVENT_UNMAP | Features::SIGBUS;
+    let unread = unread.difference(unread.difference(uffd.features()));
+    if !unread.is_empty() {
+        return Err(format!(
+            "it was opened with {unread}, and this pager serves EVENT_REMOVE alone: open it without"
+        ));
+    }
     for region in regions {
         // SAFETY: the memory is that of the process that made the descriptor, and that process has
         // registered it already. If not, what follows is its own affair: it asked for a pager.

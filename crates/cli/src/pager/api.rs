@@ -4,7 +4,8 @@
 //! request that is refused changes nothing, and its answer has one sentence.
 
 use super::text;
-use pageferry_pager::{EndError, Name, Pager, Restore, RestoreError};
+use pageferry_pager::{Background, EndError, Name, Pager, Restore, RestoreError};
+use serde::Deserialize;
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -46,6 +47,13 @@ impl Answer {
     pub(crate) fn refusal(code: u16, why: impl std::fmt::Display) -> Self {
         Self::json(code, json!({ "error": why.to_string() }))
     }
+}
+
+/// A change of a restore.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Change {
+    background: Background,
 }
 
 /// Carries out a request. `target` is its path and query.
@@ -132,18 +140,21 @@ fn named(pager: &Pager, method: &str, name: &Name, query: &str, body: &[u8]) -> 
     if !query.is_empty() && method != "DELETE" {
         return Answer::refusal(400, "this request has no query");
     }
+    let no_body = |why| Answer::refusal(400, format_args!("the body: {why}"));
     match method {
         "GET" => status(200),
-        "PUT" => {
-            let restore: Restore = match serde_json::from_slice(body) {
-                Ok(restore) => restore,
-                Err(why) => return Answer::refusal(400, format_args!("the body: {why}")),
-            };
-            match pager.restore(name, restore) {
-                Ok(()) => status(201),
-                Err(why) => Answer::refusal(refused(&why), why),
-            }
-        }
+        "PUT" => match serde_json::from_slice::<Restore>(body).map(|it| pager.restore(name, it)) {
+            Ok(Ok(())) => status(201),
+            Ok(Err(why)) => Answer::refusal(refused(&why), why),
+            Err(why) => no_body(why),
+        },
+        "PATCH" => match serde_json::from_slice::<Change>(body)
+            .map(|it| pager.set_background(name, it.background))
+        {
+            Ok(Ok(())) => status(200),
+            Ok(Err(why)) => not_ended(why),
+            Err(why) => no_body(why),
+        },
         "DELETE" => {
             let kill = match query {
                 "" | "kill=false" => false,
@@ -155,15 +166,21 @@ fn named(pager: &Pager, method: &str, name: &Name, query: &str, body: &[u8]) -> 
                     code: 204,
                     body: Body::Empty,
                 },
-                Err(EndError::Absent(_)) => absent(),
-                Err(why @ (EndError::Needed { .. } | EndError::Failed(_))) => {
-                    Answer::refusal(409, why)
-                }
-                Err(why) => Answer::refusal(500, why),
+                Err(why) => not_ended(why),
             }
         }
-        _ => Answer::refusal(405, "only GET, PUT and DELETE are served here"),
+        _ => Answer::refusal(405, "only GET, PUT, PATCH and DELETE are served here"),
     }
+}
+
+/// The refusal of an end or a change.
+fn not_ended(why: EndError) -> Answer {
+    let code = match why {
+        EndError::Absent(_) => 404,
+        EndError::Needed { .. } | EndError::Failed(_) => 409,
+        _ => 500,
+    };
+    Answer::refusal(code, why)
 }
 
 /// The code of a refused restore.
@@ -171,7 +188,11 @@ fn refused(why: &RestoreError) -> u16 {
     match why {
         RestoreError::Exists(_) => 409,
         RestoreError::Full => 503,
-        RestoreError::Source(_) | RestoreError::Listen(_) | RestoreError::Recording(_) => 422,
+        RestoreError::Relative(_) => 400,
+        RestoreError::Source(_)
+        | RestoreError::Empty(_)
+        | RestoreError::Listen(_)
+        | RestoreError::Recording(_) => 422,
         _ => 500,
     }
 }
@@ -248,6 +269,12 @@ mod tests {
         let (code, again) = served.ask("PUT", "/restores/web", &served.body("b"));
         assert_eq!(code, 409, "{again}");
         assert_eq!(served.ask("GET", "/restores/web", "").0, 200);
+        let rate = json!({"background": {"rate": 7}});
+        let (code, status) = served.ask("PATCH", "/restores/web", &rate.to_string());
+        assert_eq!(
+            (code, &status["restore"]["background"]),
+            (200, &rate["background"])
+        );
         let (code, list) = served.ask("GET", "/restores", "");
         assert_eq!((code, list.as_array().unwrap().len()), (200, 1));
         let metrics = served.ask("GET", "/metrics", "").1;
@@ -331,6 +358,35 @@ mod tests {
                 422,
                 "/absent",
             ),
+            (
+                "PUT",
+                "/restores/web",
+                &with("socket", json!("s")),
+                400,
+                "no absolute path",
+            ),
+            (
+                "PUT",
+                "/restores/web",
+                &with("owner", json!({"mode": 660})),
+                422,
+                "mode 1224",
+            ),
+            (
+                "PUT",
+                "/restores/web",
+                &with("owner", json!({"mode": "0o660"})),
+                400,
+                "octal text",
+            ),
+            (
+                "PATCH",
+                "/restores/web",
+                r#"{"background": "idle"}"#,
+                404,
+                "no restore web",
+            ),
+            ("PATCH", "/restores/web", "{}", 400, "missing field"),
             ("PUT", "/restores/..", &good, 400, "no name"),
             ("PUT", "/restores/a%2fb", &good, 400, "no name"),
             ("PUT", "/restores/web?x=1", &good, 400, "no query"),
@@ -429,7 +485,7 @@ mod tests {
         let full = json!({
             "memory": memory, "format": "raw", "socket": served.scratch.join("s"),
             "owner": {"user": rustix::process::geteuid().as_raw(),
-                      "group": rustix::process::getegid().as_raw(), "mode": 0o600},
+                      "group": rustix::process::getegid().as_raw(), "mode": "600"},
             "background": {"rate": 1000}, "on_loss": "pause",
             "record": served.scratch.join("r"), "replay": recording,
         });

@@ -6,7 +6,7 @@ use crate::args::TlsArgs;
 use crate::args::{OwnerArgs, mode};
 use clap::{Args, Subcommand, ValueEnum};
 use pageferry_harness::size;
-use pageferry_pager::{Background, Format, Name, OnLoss, Restore, is_address};
+use pageferry_pager::{Background, Format, Name, OnLoss, Restore};
 #[cfg(feature = "peers")]
 use pageferry_transport::address::Address;
 use std::num::NonZeroU64;
@@ -54,9 +54,12 @@ pub(crate) enum PagerCommand {
     Restore(RestoreArgs),
     /// Show the restores of the pager
     Status(StatusArgs),
+    /// Set how the rest of a VM's memory is loaded, also while it runs
+    Set(SetArgs),
     /// End a restore
     ///
-    /// It ends at once if no VM has come, or if its VM has all its memory, and then needs no pager.
+    /// It ends at once if no VM has come, or if its VM has all its memory. Such a VM needs no pager
+    /// any more.
     End(EndArgs),
     /// Show what all restores do, every second, until Ctrl-C
     ///
@@ -102,12 +105,7 @@ impl SnapshotArgs {
     /// The request. Relative paths are those of this process, and the pager may have another
     /// directory.
     pub(crate) fn restore(&self) -> std::io::Result<Restore> {
-        let absolute = |path: &Option<PathBuf>| path.as_ref().map(std::path::absolute).transpose();
-        let memory = match is_address(&self.memory) {
-            true => self.memory.clone(),
-            false => std::path::absolute(&self.memory)?,
-        };
-        let mut restore = Restore::new(memory, std::path::absolute(&self.socket)?);
+        let mut restore = Restore::new(&self.memory, &self.socket);
         if self.packed {
             restore.format = Format::Packed;
         }
@@ -118,9 +116,9 @@ impl SnapshotArgs {
             OnLossArg::Kill => OnLoss::Kill,
             OnLossArg::Pause => OnLoss::Pause,
         };
-        restore.record = absolute(&self.record)?;
-        restore.replay = absolute(&self.replay)?;
-        Ok(restore)
+        restore.record.clone_from(&self.record);
+        restore.replay.clone_from(&self.replay);
+        restore.absolute()
     }
 }
 
@@ -261,6 +259,23 @@ pub(crate) struct EndArgs {
     /// Kill the VM if it still needs the pager
     #[arg(long)]
     pub(crate) kill: bool,
+    /// Load all memory of the VM first, and wait for it. Without --background of its own, a VM is
+    /// loaded while no fault waits. Ctrl-C ends the wait, and the loading goes on
+    #[arg(long, conflicts_with = "kill")]
+    pub(crate) when_loaded: bool,
+}
+
+/// `pageferry pager set`.
+#[derive(Debug, Args)]
+pub(crate) struct SetArgs {
+    /// The name of the restore
+    #[arg(value_name = "NAME")]
+    pub(crate) name: Name,
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// Load all memory: off, idle (while no fault waits), or at most this size a second
+    #[arg(long, value_name = "off|idle|SIZE", value_parser = background)]
+    pub(crate) background: Background,
 }
 
 /// `pageferry pager watch`.

@@ -1,7 +1,8 @@
 //! HTTP over the API socket: the server of `pager serve`, and the client of the other commands.
 //!
-//! **Guarantee.** A client costs at most [`api::MAX_BODY_BYTES`] and [`LIMIT`], and at most
-//! [`CLIENTS`] are served at once. None of them delays a fault: the server has threads of its own.
+//! **Guarantee.** A client costs at most [`MAX_HEAD_BYTES`], [`api::MAX_BODY_BYTES`] and [`LIMIT`],
+//! and at most [`CLIENTS`] are served at once. None of them delays a fault: the server has threads
+//! of its own.
 //!
 //! **Mechanism.** hyper, on one thread of tokio. Requests are carried out on its blocking threads.
 
@@ -29,6 +30,8 @@ use tokio::sync::Semaphore;
 const LIMIT: Duration = Duration::from_secs(5);
 /// The time for a whole connection: killing a VM may take a while.
 const CONNECTION_LIMIT: Duration = Duration::from_secs(120);
+/// The longest head of a request.
+const MAX_HEAD_BYTES: usize = 16 << 10;
 /// The clients served at once.
 const CLIENTS: usize = 32;
 
@@ -80,7 +83,7 @@ async fn accept(listener: tokio::net::UnixListener, pager: Arc<Pager>) {
             let connection = hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(LIMIT)
-                .max_buf_size(64 << 10)
+                .max_buf_size(MAX_HEAD_BYTES)
                 .serve_connection(TokioIo::new(stream), service);
             if let Ok(Err(why)) = tokio::time::timeout(CONNECTION_LIMIT, connection).await {
                 tracing::info!("a client of the API: {why}");
@@ -96,7 +99,18 @@ async fn answer(
 ) -> Result<Response<Full<Bytes>>, Infallible> {
     let (head, body) = request.into_parts();
     let body = Limited::new(body, api::MAX_BODY_BYTES).collect();
+    // A head that came in one piece may be longer than hyper's buffer.
+    let fields = head
+        .headers
+        .iter()
+        .map(|(name, value)| name.as_str().len() + value.len() + 4);
+    let head_bytes =
+        head.uri.path_and_query().map_or(0, |it| it.as_str().len()) + fields.sum::<usize>();
     let answer = match tokio::time::timeout(LIMIT, body).await {
+        _ if head_bytes > MAX_HEAD_BYTES => {
+            let why = format!("the head has {head_bytes} bytes: expected at most {MAX_HEAD_BYTES}");
+            Answer::refusal(431, why)
+        }
         Err(_) => Answer::refusal(408, format_args!("the body was not whole after {LIMIT:?}")),
         Ok(Err(why)) => Answer::refusal(413, format_args!("the body: {why}")),
         Ok(Ok(body)) => {

@@ -26,9 +26,10 @@ use crate::sockets;
 use args::{ApiArgs, EndArgs, PagerCommand, RestoreArgs, RunArgs, ServeArgs, StatusArgs};
 pub(crate) use args::{PagerArgs, background};
 use pageferry_pager::{
-    Name, Pager, Phase, RestoreError, Settings, SourceError, StartError, Status, Stores, Survival,
+    Background, Name, Pager, Phase, RestoreError, Settings, SourceError, StartError, Status,
+    Stores, Survival,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -66,6 +67,11 @@ pub(crate) fn pager(args: &PagerArgs, interrupts: &Interrupts) -> Result<(), Fai
         PagerCommand::Mount(args) => mount::mount(args, interrupts),
         PagerCommand::Restore(args) => restore(args, interrupts),
         PagerCommand::Status(args) => status(args, interrupts),
+        PagerCommand::Set(args) => {
+            set(&args.api.path(), &args.name, args.background, interrupts)?;
+            output::result("set\n");
+            Ok(())
+        }
         PagerCommand::End(args) => end(args, interrupts),
         PagerCommand::Watch(args) => watch::watch(args, interrupts),
         PagerCommand::Report(args) => watch::report(args, interrupts),
@@ -146,7 +152,10 @@ fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     } else {
         output::result(&text::table(&value));
     }
-    Ok(())
+    match status.fault {
+        Some(fault) => Err(Failure::new(Exit::Internal, fault)),
+        None => Ok(()),
+    }
 }
 
 /// Removes a directory in which only the lock is left.
@@ -215,7 +224,8 @@ fn line(status: &Status) -> String {
         }
         (Phase::Lost, _) => format!("the memory cannot be read: {fault}"),
         (Phase::Failed, _) => format!("the VM cannot be served: {fault}"),
-        (Phase::Ended, _) => "the VM has ended".to_owned(),
+        (Phase::Ended, _) if fault.is_empty() => "the VM has ended".to_owned(),
+        (Phase::Ended, _) => format!("the VM has ended: {fault}"),
         (phase, _) => format!("{phase:?}"),
     }
 }
@@ -227,7 +237,10 @@ pub(crate) fn of_restore(why: &RestoreError) -> Exit {
         {
             Exit::Unreachable
         }
-        RestoreError::Source(_) | RestoreError::Recording(_) => Exit::Usage,
+        RestoreError::Source(_)
+        | RestoreError::Recording(_)
+        | RestoreError::Relative(_)
+        | RestoreError::Empty(_) => Exit::Usage,
         RestoreError::Listen(_) => Exit::Address,
         RestoreError::Exists(_) | RestoreError::Full => Exit::Declined,
         _ => Exit::Internal,
@@ -335,17 +348,42 @@ fn status(args: &StatusArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     Ok(())
 }
 
+/// `pageferry pager set`.
+fn set(
+    api: &Path,
+    name: &Name,
+    background: Background,
+    interrupts: &Interrupts,
+) -> Result<(), Failure> {
+    let body = json!({ "background": background }).to_string();
+    http::ask(api, "PATCH", &format!("/restores/{name}"), body, interrupts).map(drop)
+}
+
 /// `pageferry pager end`.
 fn end(args: &EndArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    let api = args.api.path();
+    if args.when_loaded {
+        load(&api, &args.name, interrupts)?;
+    }
     let query = if args.kill { "?kill=true" } else { "" };
     let target = format!("/restores/{}{query}", args.name);
-    http::ask(
-        &args.api.path(),
-        "DELETE",
-        &target,
-        String::new(),
-        interrupts,
-    )?;
+    http::ask(&api, "DELETE", &target, String::new(), interrupts)?;
     output::result("ended\n");
     Ok(())
+}
+
+/// Loads all memory of a VM, and waits until it is there or cannot come any more.
+fn load(api: &Path, name: &Name, interrupts: &Interrupts) -> Result<(), Failure> {
+    let target = format!("/restores/{name}");
+    loop {
+        let status = http::ask(api, "GET", &target, String::new(), interrupts)?;
+        let is_over = ["failed", "ended"].contains(&status["phase"].as_str().unwrap_or_default());
+        if status["vm"]["missing"] == 0 || is_over {
+            return Ok(());
+        }
+        if status["restore"]["background"] == "off" {
+            set(api, name, Background::Idle, interrupts)?;
+        }
+        std::thread::sleep(POLL);
+    }
 }

@@ -12,7 +12,8 @@ use crate::signals::Interrupts;
 use pageferry_charts::time;
 use pageferry_harness::size::human;
 use pageferry_pager::{
-    Format, Mount, MountError, MountFile, MountSettings, Name, Owner, Recording, Survival,
+    Fingerprint, Format, Mount, MountError, MountFile, MountSettings, Name, Owner, Recording,
+    Survival,
 };
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -116,7 +117,9 @@ fn files(args: &MountArgs) -> Result<BTreeMap<Name, MountFile>, Failure> {
                 "a recording for {name}: expected a snapshot of that name"
             ))
         })?;
-        file.replay = Some(Recording::load(path).map_err(|why| usage(why.to_string()))?);
+        let found = Fingerprint::of(&*file.source).map_err(|why| usage(why.to_string()))?;
+        let recording = Recording::load_of(path, Some(found));
+        file.replay = Some(recording.map_err(|why| usage(why.to_string()))?);
     }
     Ok(files)
 }

@@ -21,7 +21,11 @@ pub(super) fn recording(args: &RecordingArgs) -> Result<(), Failure> {
         RecordingCommand::Merge { output, files } => {
             let mut merged = Recording::default();
             for file in files {
-                merged = merged.merged(&load(file)?);
+                merged = merged.merged(&load(file)?).ok_or_else(|| {
+                    let file = file.display();
+                    let why = format!("{file} is of another snapshot: merge recordings of one");
+                    Failure::new(Exit::Usage, why)
+                })?;
             }
             merged.save(output).map_err(|why| of(&why))?;
             output::result(&format!(
@@ -42,14 +46,20 @@ fn info(file: &Path, json: bool) -> Result<(), Failure> {
     let mut places: Vec<u64> = recording.offsets().collect();
     places.sort_unstable();
     let runs = places.chunk_by(|a, b| a + PAGE == *b).count();
+    let snapshot = recording.snapshot();
     if json {
         output::json(&json!({
-            "pages": pages, "bytes": pages * PAGE, "runs": runs, "end": end,
+            "pages": pages, "bytes": pages * PAGE, "runs": runs, "end": end, "snapshot": snapshot,
         }));
         return Ok(());
     }
+    let snapshot = snapshot.map_or_else(
+        || "not known: record it again".to_owned(),
+        |of| format!("{}, sum {:016x}", human(of.bytes), of.sum),
+    );
     output::result(&format!(
-        "  pages       {pages}, {}\n  runs        {runs}\n  ends at     {}\n",
+        "  pages       {pages}, {}\n  runs        {runs}\n  ends at     {}\n  snapshot    \
+         {snapshot}\n",
         human(pages * PAGE),
         human(end)
     ));

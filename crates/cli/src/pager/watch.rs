@@ -104,19 +104,10 @@ pub(super) fn report(args: &ReportArgs, interrupts: &Interrupts) -> Result<(), F
 /// One line a restore. `before` are the restores some time ago.
 fn table(now: &Value, before: Option<(Duration, &Value)>) -> String {
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let mut lines = format!(
-        "{:<20} {:<8} {:>9} {:>9} {:>9} {:>9} {:>7} {:>9} {:>9} {:>7}\n",
-        "restore",
-        "phase",
-        "there",
-        "missing",
-        "ahead",
-        "zeros",
-        "waiting",
-        "faults/s",
-        "p99",
-        "errors"
-    );
+    let heads = [
+        "there", "missing", "ahead", "waits", "faults/s", "p99", "errors",
+    ];
+    let mut lines = row("restore", "phase", &heads.map(str::to_owned));
     for restore in list(now) {
         let vm = &restore["vm"];
         let number = |key: &str| vm[key].as_u64().unwrap_or(0);
@@ -133,27 +124,72 @@ fn table(now: &Value, before: Option<(Duration, &Value)>) -> String {
         });
         let p99 = WAYS.iter().filter_map(|way| vm[way]["p99"].as_u64()).max();
         let text = |key: &str| restore[key].as_str().unwrap_or_default().to_owned();
-        lines += &format!(
-            "{:<20} {:<8} {:>9} {:>9} {:>9} {:>9} {:>7} {:>9} {:>9} {:>7}\n",
-            text("id"),
-            text("phase"),
+        let figures = [
             bytes(number("resident")),
             bytes(number("missing")),
             bytes(number("replayed") + number("background")),
-            bytes(number("zeros")),
-            number("waiting"),
+            number("waiting").to_string(),
             rate,
             p99.map_or_else(String::new, |ns| time(ns as f64 / 1e3)),
-            number("source_errors"),
-        );
+            number("source_errors").to_string(),
+        ];
+        lines += &row(&text("id"), &text("phase"), &figures);
     }
     lines
 }
 
+/// A line of at most 80 columns. A long name has one of its own.
+fn row(name: &str, phase: &str, figures: &[String; 7]) -> String {
+    let name = match name.len() > NAME {
+        true => format!("{name}\n{:NAME$}", ""),
+        false => format!("{name:<NAME$}"),
+    };
+    let [there, missing, ahead, waiting, rate, p99, errors] = figures;
+    format!(
+        "{name} {phase:<7} {there:>8} {missing:>8} {ahead:>8} {waiting:>5} {rate:>8} {p99:>8} \
+         {errors:>6}\n"
+    )
+}
+
+/// The columns of a name.
+const NAME: usize = 14;
 const WAYS: [&str; 3] = ["zero_faults", "at_hand_faults", "read_faults"];
 
 fn faults(vm: &Value) -> u64 {
     WAYS.iter()
         .filter_map(|way| vm[way]["faults"].as_u64())
         .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_line_has_at_most_80_columns_and_all_of_its_name() {
+        let vm = |faults: u64| {
+            let times = json!({ "faults": faults, "p99": 999_940_000 });
+            json!({
+                "page_bytes": 1 << 20, "resident": 1023, "missing": 1023, "replayed": 1023,
+                "background": 0, "waiting": 65536, "source_errors": 999_999,
+                "zero_faults": times, "at_hand_faults": times, "read_faults": times,
+            })
+        };
+        let long = "x".repeat(64);
+        let list = |faults| {
+            let status = |id: &str| json!({ "id": id, "phase": "serving", "vm": vm(faults) });
+            Value::from(vec![status("a-name-of-14.c"), status(&long)])
+        };
+        let lines = table(&list(9_999_999), Some((Duration::from_secs(1), &list(0))));
+        assert_eq!(lines.lines().count(), 4, "{lines}");
+        for line in lines.lines() {
+            assert!(line.len() <= 80, "{} columns: {line}", line.len());
+        }
+        assert!(
+            lines.contains("\na-name-of-14.c serving 1023 MiB"),
+            "{lines}"
+        );
+        assert!(lines.contains(&format!("\n{long}\n")), "{lines}");
+    }
 }

@@ -236,6 +236,40 @@ fn many_vms_are_served_as_requests_say() {
 }
 
 #[test]
+fn a_vm_that_runs_is_freed_of_its_pager() {
+    let dir = Dir::new();
+    let server = Server::start(&dir);
+    let Some(mut vm) = Vm::start(&dir) else {
+        return;
+    };
+    let flags = vm.flags();
+    server
+        .ask(&words(&["restore", "web"], &flags), &dir)
+        .assert_ok();
+    let absent = ["set", "other", "--background", "idle"];
+    server
+        .ask(&absent, &dir)
+        .assert_failed(17, "there is no restore other");
+    vm.connect();
+    vm.double.run();
+    vm.assert_goes_on();
+    server.kill();
+    let server = Server::start(&dir);
+    server
+        .ask(&["set", "web", "--background", "64M"], &dir)
+        .assert_ok();
+    let rate = server.status("web", &dir)["restore"]["background"].clone();
+    assert_eq!(rate, serde_json::json!({"rate": 64 * MIB}));
+    server
+        .ask(&["end", "web", "--when-loaded"], &dir)
+        .assert_ok();
+    server.kill();
+    vm.assert_goes_on();
+    vm.assert_whole();
+    std::fs::remove_file(&flags[1]).unwrap();
+}
+
+#[test]
 fn a_vm_starts_from_a_packed_snapshot() {
     let dir = Dir::new();
     let Some(mut vm) = Vm::start(&dir) else {
@@ -367,10 +401,17 @@ fn malformed_requests_are_answered_and_cost_nothing() {
         )
     };
     let long = "x".repeat(1 << 20);
+    let head = |bytes: usize| {
+        let field = "x".repeat(bytes);
+        format!("GET /restores HTTP/1.1\r\nConnection: close\r\nX: {field}\r\n\r\n")
+    };
     for (request, part) in [
         (put(2, "{}"), "missing field `memory`"),
         (put(1 << 20, &long), "413"),
         (format!("GET /{long} HTTP/1.1\r\n\r\n"), "HTTP/1.1 4"),
+        (head(70_000), "HTTP/1.1 431"),
+        (head(17_000), "HTTP/1.1 431"),
+        (head(16_000), "200 OK"),
         ("\0\0\0\0\r\n\r\n".to_owned(), "HTTP/1.1 400"),
         (
             "GET /restores HTTP/1.1\r\nConnection: close\r\n\r\n".to_owned(),
@@ -397,6 +438,7 @@ mod as_a_service {
     use super::*;
     use crate::support::service_filter::filtered;
     use crate::support::service_manager::Manager;
+    use std::os::fd::AsRawFd;
     use std::os::unix::process::CommandExt;
 
     #[test]
@@ -422,13 +464,19 @@ mod as_a_service {
         vm.double.run();
         let mut fds = manager.wait_for("FDNAME=uffd-web");
         assert_eq!(fds.len(), 1);
+        let memory = manager.wait_for("FDNAME=uffd-web/memory").remove(0);
+        // A name that is gone costs nothing, since the store has the file.
+        std::fs::remove_file(&vm.memory).unwrap();
         vm.assert_goes_on();
+        std::thread::sleep(std::time::Duration::from_secs(1));
         assert_eq!(server.status("web", &dir)["vm"]["death_of_pager"], "kept");
         server.kill();
-        // As systemd does: the descriptor is number 3 of the new process.
+        // As systemd does: the descriptors are numbers 3 and 4 of the new process.
         let script = format!(
-            "exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_FDNAMES=uffd-web LISTEN_PID=$$ exec \
-             {PAGEFERRY} pager serve --api {}",
+            "exec 3<&0 0</dev/null 4</proc/{}/fd/{}; LISTEN_FDS=2 LISTEN_PID=$$ \
+             LISTEN_FDNAMES=uffd-web:uffd-web/memory exec {PAGEFERRY} pager serve --api {}",
+            std::process::id(),
+            memory.as_raw_fd(),
             dir.path("api").display()
         );
         let mut command = Command::new("sh");
@@ -524,7 +572,7 @@ mod as_a_service {
 
 #[test]
 fn recordings_are_shown_and_merged() {
-    use pageferry_pager::Recording;
+    use pageferry_pager::{Fingerprint, Recording};
     let dir = Dir::new();
     let [first, second, both] = ["first", "second", "both"].map(|name| dir.path(name));
     Recording::of([8192, 0]).save(&first).unwrap();
@@ -542,9 +590,21 @@ fn recordings_are_shown_and_merged() {
     let info = command(&[Path::new("info"), &both, Path::new("--json")]);
     let info: Value = serde_json::from_slice(&info.stdout).unwrap();
     let expected = serde_json::json!({
-        "pages": 4, "bytes": 16384, "runs": 2, "end": (1 << 20) + 4096,
+        "pages": 4, "bytes": 16384, "runs": 2, "end": (1 << 20) + 4096, "snapshot": null,
     });
     assert_eq!(info, expected);
+    for (file, bytes) in [(&first, 1 << 20), (&second, 2 << 20)] {
+        let snapshot = Some(Fingerprint { bytes, sum: 7 });
+        Recording::of([0]).about(snapshot).save(file).unwrap();
+    }
+    let refused = command(&[Path::new("merge"), &both, &first, &second]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    let info = command(&[Path::new("info"), &first, Path::new("--json")]);
+    let info: Value = serde_json::from_slice(&info.stdout).unwrap();
+    assert_eq!(
+        info["snapshot"],
+        serde_json::json!({"bytes": 1 << 20, "sum": 7})
+    );
 
     std::fs::write(&second, b"no recording").unwrap();
     let refused = command(&[Path::new("merge"), &both, &first, &second]);

@@ -139,7 +139,13 @@ fn a_restored_vm_is_saved_again_and_moves_away() {
         vm.end().assert_ok();
         assert!(recording.exists());
 
-        let vm = run(&words(&second, &["--replay", recording.to_str().unwrap()]));
+        let replay = ["--replay", recording.to_str().unwrap()];
+        let vm = run(&words(&first, &replay));
+        vm.wait_until_said("control socket");
+        quit(&socket);
+        vm.end().assert_ok();
+
+        let vm = run(&words(&second, &[]));
         vm.wait_until_said("control socket");
         assert_runs_on(&socket);
         let there = dir.path("there");

@@ -4,32 +4,34 @@
 //! so a source that hangs holds up no other VM. While it cannot be opened its reads fail, and the
 //! VM's policy for lost sources decides.
 
-use super::{READS, Source, SourceError, Stores};
-use crate::options::Restore;
+use super::{FileSource, READS, Source, SourceError, Stores};
+use crate::directory::Record;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 
 #[derive(Debug)]
 struct Again {
-    restore: Restore,
+    record: Record,
     stores: Stores,
-    identity: String,
     bytes: u64,
+    /// The memory file, if a keeper had it.
+    kept: Option<OwnedFd>,
     opened: OnceLock<Arc<dyn Source>>,
 }
 
-/// The source of a restore, which is opened when it is read. It must be the one with this identity,
-/// and have at least `bytes` bytes.
+/// The source of a restore, which is opened when it is read. It must be the one of the record, and
+/// have at least `bytes` bytes. A copy will do, as far as samples of its bytes tell.
 pub(crate) fn again(
-    restore: &Restore,
+    record: &Record,
     stores: &Stores,
-    identity: String,
     bytes: u64,
+    kept: Option<OwnedFd>,
 ) -> Arc<dyn Source> {
     Arc::new(Again {
-        restore: restore.clone(),
+        record: record.clone(),
         stores: stores.clone(),
-        identity,
         bytes,
+        kept,
         opened: OnceLock::new(),
     })
 }
@@ -39,14 +41,23 @@ impl Again {
         if let Some(source) = self.opened.get() {
             return Ok(source);
         }
-        let source = self
-            .stores
-            .open(&self.restore.memory, self.restore.format)?;
-        if !source.is(&self.identity) {
+        let (path, format) = (&self.record.restore.memory, self.record.restore.format);
+        let source: Arc<dyn Source> = match &self.kept {
+            Some(kept) => {
+                let failed = |why| SourceError::Failed {
+                    what: path.display().to_string(),
+                    why,
+                };
+                let file = kept.try_clone().map_err(failed)?;
+                Arc::new(FileSource::from_file(file.into(), path)?)
+            }
+            None => self.stores.open(path, format)?,
+        };
+        if !source.is(&self.record.source) {
             let short = |identity: &str| identity.split(';').next().unwrap_or("").to_owned();
             return Err(SourceError::Changed {
-                what: self.restore.memory.display().to_string(),
-                before: short(&self.identity),
+                what: path.display().to_string(),
+                before: short(&self.record.source),
                 now: format!("{}, and others", short(&source.identity())),
             });
         }
@@ -91,7 +102,7 @@ impl Source for Again {
     }
 
     fn identity(&self) -> String {
-        self.identity.clone()
+        self.record.source.clone()
     }
 
     fn forget(&self, offset: u64, len: u64) {

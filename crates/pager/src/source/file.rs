@@ -15,6 +15,7 @@ use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::num::NonZeroU64;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -407,6 +408,10 @@ impl Source for FileSource {
                 parsed.is_some_and(|(at, sum)| sum_at(&self.file, at).is_ok_and(|now| now == sum))
             })
         })
+    }
+
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.file.as_fd())
     }
 }
 

@@ -14,6 +14,7 @@ pub(crate) use again::again;
 use crate::options::Format;
 use pageferry_snapshot::Blob;
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -66,6 +67,12 @@ pub trait Source: std::fmt::Debug + Send + Sync {
     /// Whether this is the source that had that identity. It may read.
     fn is(&self, identity: &str) -> bool {
         self.identity() == identity
+    }
+
+    /// The open file that has these bytes, if it is one and nothing else. A keeper may have it for
+    /// the next pager.
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        None
     }
 
     /// Drops copies of these bytes: they were damaged. The next read brings them anew.

@@ -4,6 +4,7 @@
     reason = "maps memory and registers it with a userfaultfd"
 )]
 
+use crate::process::{Order, PagerProcess};
 use crate::scene::{MIB, Scene, config, name, verify};
 use pageferry_addr::Hva;
 use pageferry_pager::Phase;
@@ -19,6 +20,7 @@ use std::mem::MaybeUninit;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
+use std::process::Command;
 
 /// An address at which nothing is mapped.
 const NOWHERE: u64 = 1 << 40;
@@ -75,11 +77,15 @@ fn each_wrong_handshake_is_refused_and_the_next_vm_is_served() {
     // SAFETY: nobody touches the mapping, which stays until the process ends.
     unsafe { other.register(Hva(foreign), 8192, RegisterMode::MISSING) }.expect("registered");
 
+    let unread = Features::EVENT_REMOVE | Features::EVENT_FORK | Features::EVENT_UNMAP;
+    let forks = Userfaultfd::open(unread).expect("a userfaultfd with CAP_SYS_PTRACE");
+
     let one = |size, offset| text(&[(NOWHERE, size, offset)], 4096);
     let good = one(MIB, 0);
     let beside = NOWHERE + 2 * MIB;
-    let (uffd, null) = (uffd.as_fd(), null.as_fd());
+    let (uffd, null, forks) = (uffd.as_fd(), null.as_fd(), forks.as_fd());
     let cases: Vec<(&str, String, Vec<BorrowedFd<'_>>)> = vec![
+        ("EVENT_FORK, EVENT_UNMAP, and", good.clone(), vec![forks]),
         ("0 descriptors", good.clone(), vec![]),
         ("4 descriptors", good.clone(), vec![uffd; 4]),
         ("descriptor 0 is '/dev/null'", good.clone(), vec![null]),
@@ -192,4 +198,32 @@ fn a_silent_peer_is_refused_after_a_while() {
     stream.write_all(b"[").expect("sent");
     assert_refused(&scene, &stream, "not whole after 5s and 1 bytes");
     scene.pager.end(&name("vm"), false).expect("ended");
+}
+
+/// A pager in a PID namespace of its own has no number for the VMM.
+#[test]
+fn a_vmm_of_another_pid_namespace_is_refused_by_a_sentence() {
+    let scene = Scene::new("namespace", config(43));
+    let mut order = Order {
+        directory: scene.scratch.path("inner"),
+        ..Order::default()
+    };
+    order.restores.insert("vm".to_owned(), scene.request());
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork", "--kill-child"]);
+    let works = command.arg("true").output();
+    if !works.as_ref().is_ok_and(|works| works.status.success()) {
+        skip("namespaces", format!("{works:?}"));
+        return;
+    }
+    let mut wrapper = Command::new("unshare");
+    wrapper.args(["--pid", "--fork", "--kill-child"]);
+    let mut pager = PagerProcess::start_by(wrapper, &order);
+    pager.wait_ready();
+    let stream = UnixStream::connect(scene.scratch.path("socket")).expect("connected");
+    stream.set_read_timeout(Some(LIMIT)).expect("a limit");
+    let mut answer = String::new();
+    let _ = (&stream).read_to_string(&mut answer);
+    assert!(answer.contains("another PID namespace"), "{answer}");
+    pager.end();
 }

@@ -4,12 +4,13 @@ use crate::process::{Order, PagerProcess};
 use crate::scene::{
     MIB, Scratch, config, data_pages, drop_from_cache, files, run, verify, write_memory,
 };
-use pageferry_pager::{DirectoryError, Pager, Restore, Settings, StartError};
+use pageferry_pager::{Background, DirectoryError, Pager, Restore, Settings, StartError};
 use pageferry_testkit::firecracker::{Config, Contents, Double, Fields, Task, Wrong};
 use pageferry_testkit::{Random, Stop, rotating_seeds, skip, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::collections::VecDeque;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
@@ -195,6 +196,100 @@ fn every_page_is_right_while_pagers_are_killed() {
         pager.wait_ready();
         assert!(are_served(&mut pager));
         vms.wait_progress(&running);
+    });
+    vms.verify_and_quit(&mut pager);
+}
+
+/// A VM that was taken over gets all its memory, and then needs nobody.
+#[test]
+fn a_vm_whose_memory_is_loaded_needs_no_pager() {
+    let Some((mut vms, mut pager)) = Vms::start("graduates", 2, Some(500)) else {
+        return;
+    };
+    for double in &mut vms.doubles {
+        run(double, 10);
+    }
+    pager.kill();
+    // A slow pace that is set for one, and then none: the last word counts, also for a successor.
+    let slow = Background::Rate(NonZeroU64::MIN);
+    for background in [slow, Background::Idle] {
+        vms.order.backgrounds.insert("vm-0".to_owned(), background);
+        pager = PagerProcess::ready(&vms.order);
+        assert_eq!(
+            pager.list()[0]["restore"]["background"],
+            to_json(background)
+        );
+        if background == slow {
+            let refused = pager.end_restore("vm-0");
+            assert!(refused.contains("--when-loaded"), "{refused}");
+            pager.kill();
+        }
+    }
+    wait_until("all its memory", || pager.list()[0]["vm"]["missing"] == 0);
+    assert!(pager.list()[1]["vm"]["missing"].as_u64() > Some(0));
+    assert_eq!(pager.end_restore("vm-0"), "ended");
+    pager.kill();
+    let double = &mut vms.doubles[0];
+    double.run();
+    run(double, 100);
+    verify(double);
+    // Nobody places what it gives back from now on.
+    let first = data_pages(&vms.configs[0]).next().expect("data");
+    double.perform(Task::Remove { first, pages: 1 });
+    double.perform(Task::Read(first));
+    verify(double);
+    vms.order.backgrounds.clear();
+    let mut pager = PagerProcess::ready(&vms.order);
+    assert_eq!(pager.list().len(), 1);
+    vms.verify_and_quit(&mut pager);
+}
+
+fn to_json(background: Background) -> Value {
+    serde_json::to_value(background).expect("JSON")
+}
+
+/// The next pager finds no memory file, then another one, then a copy.
+#[test]
+fn a_memory_file_that_is_gone_is_told_and_its_copy_is_taken() {
+    let Some((mut vms, mut pager)) = Vms::start("gone", 1, None) else {
+        return;
+    };
+    let death = |pager: &mut PagerProcess| pager.list()[0]["vm"]["death_of_pager"].clone();
+    assert_eq!(death(&mut pager), "taken");
+    let memory = Vms::file(&vms.scratch, 0);
+    let time = std::fs::metadata(&memory).and_then(|found| found.modified());
+    let time = time.expect("a time");
+    let bytes = std::fs::read(&memory).expect("a file");
+    std::fs::remove_file(&memory).expect("removed");
+    wait_until("the status to tell", || {
+        let lost = death(&mut pager)["lost"].clone();
+        lost.as_str()
+            .is_some_and(|why| why.contains("not the memory file any more"))
+    });
+    pager.kill();
+    let mut pager = PagerProcess::ready(&vms.order);
+    let page = data_pages(&vms.configs[0]).next().expect("data");
+    vms.doubles[0].begin(Task::Read(page));
+    let put = |bytes: &[u8]| {
+        std::fs::write(&memory, bytes).expect("written");
+        let file = std::fs::File::options().write(true).open(&memory);
+        file.and_then(|file| file.set_modified(time))
+            .expect("a time");
+    };
+    let lost = |part: &str, pager: &mut PagerProcess| {
+        wait_until(part, || {
+            let fault = pager.list()[0]["fault"].clone();
+            fault.as_str().is_some_and(|fault| fault.contains(part))
+        });
+    };
+    lost("No such file", &mut pager);
+    // Another snapshot of the same length and time.
+    put(&vec![7; bytes.len()]);
+    lost("has changed", &mut pager);
+    put(&bytes);
+    vms.doubles[0].finish();
+    wait_until("the VM to be served", || {
+        pager.list()[0]["phase"] == "serving" && death(&mut pager) == "taken"
     });
     vms.verify_and_quit(&mut pager);
 }

@@ -1,7 +1,7 @@
 //! A pager in a process of its own, which can be killed.
 
 use crate::mount::MountOrder;
-use pageferry_pager::{Pager, Restore, Settings};
+use pageferry_pager::{Background, Pager, Restore, Settings};
 use pageferry_testkit::LIMIT;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -22,12 +22,14 @@ pub(crate) struct Order {
     pub(crate) take_over: bool,
     /// New restores by name.
     pub(crate) restores: BTreeMap<String, Restore>,
+    /// How the memory of VMs is loaded from now on, by name.
+    pub(crate) backgrounds: BTreeMap<String, Background>,
     /// A mount on the directory, in place of a pager.
     pub(crate) mount: Option<MountOrder>,
 }
 
 /// Becomes a pager in a process that [`PagerProcess::start`] has started. It answers each line by
-/// the statuses of its restores, and ends when its input does.
+/// the statuses of its restores, or ends the one that it names, and ends when its input does.
 pub(crate) fn entry() {
     let Some(text) = std::env::var_os(ORDER) else {
         return;
@@ -54,15 +56,28 @@ pub(crate) fn entry() {
         let name = name.parse().expect("a name");
         pager.restore(&name, restore).expect("a restore");
     }
+    for (name, background) in order.backgrounds {
+        let name = name.parse().expect("a name");
+        pager.set_background(&name, background).expect("set");
+    }
     let lines = BufReader::new(control.try_clone().expect("a socket")).lines();
     let mut say = |line: &str| writeln!(control, "{line}").is_ok();
     if say("ready") {
-        for _ in lines.map_while(Result::ok) {
+        for line in lines.map_while(Result::ok) {
+            if let Some(name) = line.strip_prefix("end ") {
+                let ended = pager.end(&name.parse().expect("a name"), false);
+                say(&ended.map_or_else(|why| why.to_string(), |()| "ended".to_owned()));
+                continue;
+            }
             say(&serde_json::to_string(&pager.list()).expect("JSON"));
         }
     }
     drop(pager);
     std::process::exit(0);
+}
+
+fn this_test() -> PathBuf {
+    std::env::current_exe().expect("a path")
 }
 
 /// A pager's process. It is killed when this is dropped.
@@ -75,9 +90,19 @@ pub(crate) struct PagerProcess {
 impl PagerProcess {
     /// Starts it, and does not wait until it serves.
     pub(crate) fn start(order: &Order) -> Self {
+        Self::spawn(Command::new(this_test()), order)
+    }
+
+    /// As [`PagerProcess::start`], by a program that runs the command behind its arguments.
+    pub(crate) fn start_by(mut program: Command, order: &Order) -> Self {
+        program.arg(this_test());
+        Self::spawn(program, order)
+    }
+
+    fn spawn(mut command: Command, order: &Order) -> Self {
         let (here, there) = UnixStream::pair().expect("a socket pair");
         here.set_read_timeout(Some(LIMIT)).expect("a limit");
-        let child = Command::new(std::env::current_exe().expect("a path"))
+        let child = command
             .args(["--exact", "pager_process", "--nocapture"])
             .env(ORDER, serde_json::to_string(order).expect("JSON"))
             .stdin(Stdio::from(OwnedFd::from(there)))
@@ -122,6 +147,13 @@ impl PagerProcess {
         let control = self.control.as_mut().expect("it was not told to end");
         writeln!(control.get_mut(), "list").expect("a pager that listens");
         serde_json::from_str(&self.line()).expect("statuses")
+    }
+
+    /// Asks it to end a restore. Returns its answer.
+    pub(crate) fn end_restore(&mut self, name: &str) -> String {
+        let control = self.control.as_mut().expect("it was not told to end");
+        writeln!(control.get_mut(), "end {name}").expect("a pager that listens");
+        self.line()
     }
 
     /// Kills it.

@@ -82,8 +82,8 @@ fn the_next_pager_goes_on_with_a_replay() {
     let offsets = data_pages(&scene.config).map(|page| page * PAGE_BYTES);
     let recording = Recording::of(offsets);
     recording.save(&path).expect("a file");
-    // Each pager stops where its source does.
-    let first = slow(&scene, Duration::ZERO, Arc::new(8.into()));
+    // Each pager stops where its source does. The first one also reads a fingerprint, of 8 pages.
+    let first = slow(&scene, Duration::ZERO, Arc::new(16.into()));
     let reads = Arc::new(AtomicUsize::new(0));
     let second = slow(&scene, Duration::ZERO, Arc::clone(&reads));
     drop(scene.pager);
@@ -105,6 +105,57 @@ fn the_next_pager_goes_on_with_a_replay() {
     crate::scene::verify(&mut double);
     assert!(double.quit().success());
     scene.assert_ended();
+}
+
+#[test]
+fn a_recording_needs_room_and_its_own_snapshot() {
+    let scene = Scene::new("room", config(34));
+    let path = scene.scratch.path("recording");
+    let mut request = scene.request();
+    let refusal = |request: &Restore| {
+        let refused = scene.pager.restore(&name("vm"), request.clone());
+        assert_eq!(files(&scene.scratch.state()), ["lock"]);
+        assert!(!request.socket.exists());
+        refused.expect_err("a refusal").to_string()
+    };
+    for bad in [
+        scene.scratch.path("absent/recording"),
+        scene.scratch.path(""),
+    ] {
+        request.record = Some(bad.clone());
+        let why = refusal(&request);
+        assert!(why.contains(bad.to_str().expect("UTF-8")), "{why}");
+    }
+    // The room is there while it waits, and goes with it.
+    request.record = Some(path.clone());
+    let room = scene.scratch.path("recording.new");
+    scene
+        .pager
+        .restore(&name("vm"), request.clone())
+        .expect("begun");
+    assert!(std::fs::metadata(&room).expect("room").len() > pages(&scene.config) * 4);
+    scene.pager.end(&name("vm"), false).expect("ended");
+    assert!(!room.exists() && !path.exists());
+
+    let Some(double) = scene.serve(&request, Fields::Both) else {
+        return;
+    };
+    assert!(double.quit().success());
+    scene.assert_ended();
+    assert!(!room.exists());
+    request.record = None;
+    request.replay = Some(path);
+    scene
+        .pager
+        .restore(&name("vm"), request.clone())
+        .expect("of its snapshot");
+    scene.pager.end(&name("vm"), false).expect("ended");
+    let bytes = std::fs::read(scene.memory()).expect("a file");
+    for other in [[&bytes[..], &bytes[..4096]].concat(), vec![7; bytes.len()]] {
+        std::fs::write(scene.memory(), other).expect("written");
+        let why = refusal(&request);
+        assert!(why.contains("a recording of another snapshot"), "{why}");
+    }
 }
 
 /// The order of the touches that the killed pager saw is lost, and none of the pages.

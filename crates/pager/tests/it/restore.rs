@@ -8,6 +8,7 @@ use pageferry_pager::{
     SourceError, Store, Stores, VmStatus,
 };
 use pageferry_testkit::firecracker::{Backend, Config, Fields, Task};
+use pageferry_testkit::process::{descriptors, runs_in_child};
 use pageferry_testkit::{HugePages, skip, wait_until};
 use std::num::NonZeroU64;
 use std::os::unix::net::UnixStream;
@@ -321,4 +322,113 @@ fn a_pager_that_ends_leaves_its_directory_to_the_next() {
         .restore(&name("vm"), request)
         .expect_err("no such store");
     assert!(refused.to_string().contains("one of slow://"), "{refused}");
+}
+
+/// Calls something that must not hang.
+fn in_time<T: Send>(what: impl FnOnce() -> T + Send) -> T {
+    let (done, wait) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || done.send(what()));
+        wait.recv_timeout(pageferry_testkit::LIMIT)
+            .unwrap_or_else(|_| {
+                eprintln!("it hangs");
+                // A scope would wait for ever.
+                std::process::abort()
+            })
+    })
+}
+
+#[test]
+fn a_restore_that_has_ended_can_be_ended_and_holds_no_descriptor() {
+    if runs_in_child() {
+        return;
+    }
+    let scene = Scene::new("twice", config(10));
+    let before = descriptors();
+    for _ in 0..2 {
+        let Some(double) = scene.serve(&scene.request(), Fields::Both) else {
+            return;
+        };
+        assert!(double.quit().success());
+        scene.assert_ended();
+        wait_until("all descriptors to be closed", || descriptors() == before);
+    }
+    in_time(|| scene.pager.end(&name("vm"), false)).expect("ended");
+    assert!(in_time(|| scene.pager.list()).is_empty());
+}
+
+#[test]
+fn one_of_many_requests_gets_a_name_and_a_path() {
+    let scene = Scene::new("many", config(11));
+    let memory = scene.memory();
+    for round in 0..40 {
+        let same_name = round % 2 == 0;
+        let id = |number: u32| match same_name {
+            true => name("vm"),
+            false => name(&format!("vm-{number}")),
+        };
+        let socket = scene.scratch.path(&format!("socket-{round}"));
+        let barrier = std::sync::Barrier::new(4);
+        let begun: Vec<_> = std::thread::scope(|scope| {
+            let request = |number| {
+                let restore = Restore::new(&memory, &socket);
+                barrier.wait();
+                scene.pager.restore(&id(number), restore).is_ok()
+            };
+            let threads: Vec<_> = (0..4).map(|n| scope.spawn(move || request(n))).collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().expect("no panic"))
+                .collect()
+        });
+        assert_eq!(
+            begun.iter().filter(|begun| **begun).count(),
+            1,
+            "round {round}"
+        );
+        UnixStream::connect(&socket).expect("the one that has begun listens");
+        for status in scene.pager.list() {
+            scene.pager.end(&name(&status.id), false).expect("ended");
+        }
+        assert!(!socket.exists());
+    }
+}
+
+#[test]
+fn requests_that_mean_nothing_are_refused() {
+    let scene = Scene::new("nothing", config(12));
+    let refusal = |change: &dyn Fn(&mut Restore)| {
+        let mut request = scene.request();
+        change(&mut request);
+        let refused = scene.pager.restore(&name("vm"), request);
+        assert_eq!(files(&scene.scratch.state()), ["lock"]);
+        refused.expect_err("a refusal").to_string()
+    };
+    let empty = scene.scratch.path("empty");
+    std::fs::write(&empty, "").expect("a file");
+    type Change<'a> = (&'a str, &'a dyn Fn(&mut Restore));
+    let changes: [Change<'_>; 8] = [
+        ("is empty", &|request| request.memory = empty.clone()),
+        ("no absolute path", &|request| {
+            request.memory = "memory".into();
+        }),
+        ("no absolute path", &|request| {
+            request.socket = "socket".into();
+        }),
+        ("no absolute path", &|request| {
+            request.record = Some("a".into());
+        }),
+        ("no absolute path", &|request| {
+            request.replay = Some("a".into());
+        }),
+        ("mode 1224", &|request| request.owner.mode = 660),
+        ("4294967295", &|request| request.owner.user = Some(u32::MAX)),
+        ("4294967295", &|request| {
+            request.owner.group = Some(u32::MAX);
+        }),
+    ];
+    for (part, change) in changes {
+        let why = refusal(change);
+        assert!(why.contains(part), "{why}");
+    }
 }

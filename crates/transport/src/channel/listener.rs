@@ -92,7 +92,8 @@ impl Listener {
             },
             ListenError::NoSocket(path) => OpenError::NotASocket { path },
             ListenError::Refused { why, .. } => OpenError::from_os(address, why),
-            _ => OpenError::from_os(address, Errno::NAMETOOLONG.into()),
+            ListenError::TooLong(_) => OpenError::from_os(address, Errno::NAMETOOLONG.into()),
+            why => OpenError::from_os(address, std::io::Error::other(why)),
         })?;
         Ok(Self {
             socket: socket.into(),
