@@ -58,6 +58,13 @@ struct Block {
     pause: Duration,
 }
 
+/// What waits for a block that was read.
+struct Waiting {
+    faults: Vec<(u64, Instant)>,
+    ahead: Vec<u64>,
+    came: Came,
+}
+
 impl Block {
     fn new(pages: Range<u64>, ahead: Vec<u64>, came: Came) -> Self {
         Self {
@@ -107,6 +114,13 @@ impl Fetch {
         blocks.faults += 1;
         if let Some(block) = blocks.coming.get_mut(&first) {
             block.faults.push((page, arrived));
+            return;
+        }
+        if vm.shared.placed().test(page) && !vm.shared.removed().test(page) {
+            // It came while this fault was looked at.
+            blocks.faults -= 1;
+            drop(blocks);
+            vm.wake(page);
             return;
         }
         let recorded = blocks.planned.remove(&first).unwrap_or_default();
@@ -196,25 +210,34 @@ impl Fetch {
         locked(&self.blocks).coming[&first].pages.clone()
     }
 
-    /// Takes a block that was read. Faults on pages beside those that were read are asked again.
-    fn finish(&self, vm: &Vm, first: u64, read: &Range<u64>) -> Block {
+    /// Takes what waits for a block that was read. Once nothing does, the block is forgotten: faults
+    /// that come before share the read, and those on pages beside it are asked again.
+    fn take(&self, vm: &Vm, first: u64, read: &Range<u64>) -> Option<Waiting> {
         let mut blocks = locked(&self.blocks);
-        let mut block = blocks.coming.remove(&first).expect("it is this thread's");
-        let (here, beside): (Vec<_>, Vec<_>) = block
-            .faults
-            .drain(..)
-            .partition(|(page, _)| read.contains(page));
-        blocks.faults -= here.len();
-        block.faults = here;
-        if !beside.is_empty() {
+        let block = blocks.coming.get_mut(&first).expect("it is this thread's");
+        let here = |fault: &mut (u64, Instant)| read.contains(&fault.0);
+        let faults: Vec<_> = block.faults.extract_if(.., here).collect();
+        let mut ahead = std::mem::take(&mut block.ahead);
+        ahead.retain(|page| read.contains(page));
+        let came = block.came;
+        blocks.faults -= faults.len();
+        if !faults.is_empty() || !ahead.is_empty() {
+            return Some(Waiting {
+                faults,
+                ahead,
+                came,
+            });
+        }
+        let block = blocks.coming.remove(&first)?;
+        if !block.faults.is_empty() {
             let whole = vm.regions.block_of(first, vm.source.block());
-            let mut again = Block::new(whole, Vec::new(), block.came);
-            again.faults = beside;
+            let mut again = Block::new(whole, Vec::new(), came);
+            again.faults = block.faults;
             blocks.coming.insert(first, again);
             drop(blocks);
             self.pool.add_later(first, Duration::ZERO);
         }
-        block
+        None
     }
 
     /// Notes a failed read. Returns whether the thread itself has to try again: nobody waits.
@@ -248,36 +271,35 @@ fn bring(vm: &Vm, first: u64, buffer: &mut Vec<u8>) -> Next {
             return Next::End;
         }
     }
-    let block = vm.fetch.finish(vm, first, &pages);
     let part = |run: &Range<u64>| {
         let at = |page: u64| ((page - pages.start) * page_bytes) as usize;
         &buffer[at(run.start)..at(run.end)]
     };
-    if !block.faults.is_empty() {
-        vm.source_works();
-    }
-    for (page, arrived) in block.faults {
-        let around = vm.around(page, &pages);
-        let Some(fresh) = vm.place_all(around.clone(), Some(part(&around))) else {
-            return Next::End;
-        };
-        vm.figures.neighbours.add(fresh.saturating_sub(1));
-        if !settle(vm, page) {
-            return Next::End;
+    while let Some(mut waiting) = vm.fetch.take(vm, first, &pages) {
+        if !waiting.faults.is_empty() {
+            vm.source_works();
         }
-        vm.figures.answered(Came::Read, arrived.elapsed());
-    }
-    let mut ahead = block.ahead;
-    ahead.retain(|page| pages.contains(page));
-    if block.came == Came::Replayed {
-        ahead.retain(|&page| !vm.sample.keep(page, part(&(page..page + 1))));
-    }
-    for run in ahead.chunk_by(|a, b| a + 1 == *b) {
-        let run = run[0]..run[run.len() - 1] + 1;
-        match vm.place_all(run.clone(), Some(part(&run))) {
-            Some(fresh) if block.came == Came::Replayed => vm.figures.replayed(fresh),
-            Some(fresh) => vm.figures.loaded(fresh),
-            None => return Next::End,
+        for (page, arrived) in waiting.faults {
+            let around = vm.around(page, &pages);
+            let Some(fresh) = vm.place_all(around.clone(), Some(part(&around))) else {
+                return Next::End;
+            };
+            vm.figures.neighbours.add(fresh.saturating_sub(1));
+            if !settle(vm, page) {
+                return Next::End;
+            }
+            vm.figures.answered(Came::Read, arrived.elapsed());
+        }
+        let is_replay = waiting.came == Came::Replayed;
+        let kept = |page: u64| is_replay && vm.sample.keep(page, part(&(page..page + 1)));
+        waiting.ahead.retain(|page| !kept(*page));
+        for run in waiting.ahead.chunk_by(|a, b| a + 1 == *b) {
+            let run = run[0]..run[run.len() - 1] + 1;
+            match vm.place_all(run.clone(), Some(part(&run))) {
+                Some(fresh) if is_replay => vm.figures.replayed(fresh),
+                Some(fresh) => vm.figures.loaded(fresh),
+                None => return Next::End,
+            }
         }
     }
     Next::Go

@@ -224,7 +224,8 @@ fn a_block_that_is_replayed_is_read_once() {
     let Some(mut double) = scene.serve(&request, Fields::Both) else {
         return;
     };
-    let (proof, blocks) = (1, pages(&scene.config) / 16);
+    // A block and eight pages are read before the VMM may connect.
+    let (proof, blocks) = (9, pages(&scene.config) / 16);
     // Against the order of the replay.
     for page in data.iter().rev() {
         double.perform(Task::Read(*page));
@@ -234,8 +235,9 @@ fn a_block_that_is_replayed_is_read_once() {
         vm.resident + vm.sampled - vm.sampled_touched >= data.len() as u64
     });
     let reads = usize::MAX - left.load(Ordering::Acquire);
+    // A page of the sample may be touched right when its bytes are put aside.
     assert!(
-        reads as u64 <= proof + blocks,
+        reads as u64 <= proof + blocks + scene.vm().sampled,
         "{reads} reads, {blocks} blocks"
     );
     assert!(scene.vm().replayed > 0);

@@ -1,14 +1,14 @@
 //! A pager, a memory file, and a double that it serves.
 
-use pageferry_pager::{
-    Format, Name, Pager, Phase, Restore, Settings, Status, VmStatus, open_source,
-};
+use pageferry_pager::{Name, Pager, Phase, Restore, Settings, Status, VmStatus};
 use pageferry_testkit::firecracker::{
     Config, Double, Fields, PAGE_BYTES, Task, page_contents, write_memory_file,
 };
 use pageferry_testkit::wait_until;
 use rustix::fs::{Advice, fadvise};
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use std::fs::File;
+use std::io::IoSliceMut;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -103,11 +103,13 @@ pub(crate) fn drop_from_cache(path: &Path) {
     fadvise(&file, 0, None, Advice::DontNeed).expect("advice");
 }
 
-/// Whether a page of a file is not in the page cache.
+/// Whether a page of a file is not in the page cache. A source would read the file.
 pub(crate) fn is_cold(path: &Path, page: u64) -> bool {
-    let source = open_source(path, Format::Raw).expect("a source");
-    let there = source.read_now(page * PAGE_BYTES, &mut [0; 4096]);
-    !there.expect("a page")
+    let file = File::open(path).expect("a file");
+    let mut bytes = [0; 4096];
+    let mut parts = [IoSliceMut::new(&mut bytes)];
+    let read = preadv2(&file, &mut parts, page * PAGE_BYTES, ReadWriteFlags::NOWAIT);
+    read == Err(Errno::AGAIN)
 }
 
 /// A pager in this process, with one VM.
