@@ -29,7 +29,7 @@ const IDLE: Duration = Duration::from_secs(20);
 /// The pauses between trials to connect.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
-/// The bytes that one read of pages brings, by the round trip. See docs/decisions/remote.md.
+/// The bytes that one read of pages brings, by the round trip. See docs/decisions/pager.md.
 const LEAST_BLOCK: u64 = 32 << 10;
 const MOST_BLOCK: u64 = 128 << 10;
 /// The bytes a second of which each of 16 connections carries its part: 1 Gbit/s.
