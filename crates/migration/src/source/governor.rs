@@ -20,12 +20,12 @@
 //!   longer, or a peer that gets busy.
 //! - The *free round trip* is what a frame takes without a queue: the least one and the jitter
 //!   beyond the allowed queue. Frames keep their order, so the late ones hold up those behind them,
-//!   and a busy link has nearly its longest delay all the time. The jitter is twice the distance
-//!   from the shortest round trip on empty channels to the median of the last [`TRIPS`]: a busy
-//!   host makes some long ones that say nothing of the link. The shortest is that of the last half
-//!   of them, so that a longer route is no jitter. Frames right behind an urgent page do not count.
-//!   A push that has become too slow sends most of its frames on empty channels. So it learns of
-//!   the jitter that slows it.
+//!   and a busy link has nearly its longest delay all the time. The longest is as far above the
+//!   median of the last [`TRIPS`] on empty channels as the shortest of the last half of them is
+//!   below: a busy host makes some long ones that say nothing of the link, and the frames of one
+//!   measurement may all be late. Frames right behind an urgent page do not count. A push that has
+//!   become too slow sends most of its frames on empty channels. So it learns of the jitter that
+//!   slows it.
 //! - While the queue drains between frames, there may be more rate than the bound lets show. The
 //!   bound then grows with each round trip: twofold at first, later by a quarter.
 //!
@@ -297,12 +297,14 @@ impl Governor {
         self.usual = trips[trips.len() / 2];
     }
 
-    /// The jitter that the allowed queue has no room for. It is known by the shortest of several
-    /// measurements: the frames of the last one may all have been late.
+    /// The jitter that the allowed queue has no room for, beyond the least round trip as it is now.
+    /// The frames of the last measurement may all have been late, so the shortest is that of several.
     fn jitter(&self) -> u64 {
+        let least = self.round_trip.unwrap_or(self.usual);
         let recent = self.trips.iter().rev().take(TRIPS / 2).copied();
-        let least = recent.chain(self.round_trip).min().unwrap_or(self.usual);
-        (2 * self.usual.saturating_sub(least)).saturating_sub(self.queue)
+        let shortest = recent.min().map_or(least, |recent| recent.min(least));
+        let longest = (2 * self.usual).saturating_sub(shortest);
+        longest.saturating_sub(least).saturating_sub(self.queue)
     }
 
     /// The time that the bytes of a frame take, beyond those of a page.

@@ -281,10 +281,10 @@ proptest! {
         run.run(10 * SECOND);
         let seen = run.run(8 * SECOND);
         let share = seen.delivered as f64 / (8 * rate) as f64;
-        // Of 1,500 links with much jitter, the least had 0.61, and the median 0.97. One had more
-        // under way than allowed in 0.18 of the time.
-        prop_assert!(share > 0.5, "{:?}: {share:.3} of the rate", run.link);
-        run.check_bound(&seen, 8 * SECOND, 0.25)?;
+        // Of 4,000 links with much jitter, the least had 0.52, and the median 0.96. One had more
+        // under way than allowed in 0.09 of the time.
+        prop_assert!(share > 0.4, "{:?}: {share:.3} of the rate", run.link);
+        run.check_bound(&seen, 8 * SECOND, 0.2)?;
     }
 }
 
