@@ -260,8 +260,13 @@ fn bring(vm: &Vm, first: u64, buffer: &mut Vec<u8>) -> Next {
     let pages = vm.fetch.pages_of(first);
     let (_, offset) = vm.regions.place_of(pages.start);
     buffer.resize(((pages.end - pages.start) * page_bytes) as usize, 0);
-    // A recording says which pages of a block are needed.
-    while let Err(why) = vm.source.read_once(offset, buffer) {
+    // The rest of a whole block may be asked for. A recording says what of a block is.
+    let is_whole = pages == vm.regions.block_of(first, vm.source.block());
+    let mut read = || match is_whole {
+        true => vm.source.read(offset, buffer),
+        false => vm.source.read_once(offset, buffer),
+    };
+    while let Err(why) = read() {
         if !vm.fetch.fail(first) {
             vm.source_failed(&why);
             return Next::Go;
