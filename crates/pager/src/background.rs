@@ -158,7 +158,7 @@ fn replay(vm: &Vm, recording: &Recording) {
 
 /// Loads all pages, as the restore says. Returns false if it was told to stop.
 fn load_all(vm: &Vm) -> bool {
-    let block_bytes = vm.source.block();
+    let block_bytes = vm.source.block().max(STEP);
     let step_pages = (STEP / vm.regions.page_bytes()).max(1);
     let (next, stopped) = (AtomicU64::new(0), AtomicBool::new(false));
     on_threads(&vm.name, LOADERS, || {

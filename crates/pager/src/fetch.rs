@@ -1,9 +1,9 @@
 //! The reads of a VM: those that its faults wait for, and those ahead of them.
 //!
 //! **Guarantee.** A fault never waits for the read of another block, as long as fewer than
-//! [`THREADS`](crate::pool::THREADS) of its VM are under way. A block is read by one thread at a time, and its faults and
-//! its recorded pages share that read. No fault is lost: each is in `blocks` until its page is
-//! placed.
+//! [`THREADS`](crate::pool::THREADS) of its VM are under way. A block is read by one thread at a
+//! time, but for what is loaded in the background. Its faults and its recorded pages share that
+//! read. No fault is lost: each is in `coming` until its page is placed.
 //!
 //! **Mechanism.** Faults queue their block in a pool. Threads that read ahead take blocks from a
 //! plan, or bring their own. A fault takes its block out of the plan, so nothing is read twice.
@@ -188,7 +188,8 @@ impl Fetch {
         bring(vm, first, buffer)
     }
 
-    /// Brings pages of one block and one region that are missing.
+    /// Brings pages of one region that are missing. They may be those of several blocks: faults on
+    /// the first block wait for this read, and those on others have their own.
     pub(crate) fn bring_ahead(vm: &Vm, pages: Range<u64>, buffer: &mut Vec<u8>) -> Next {
         let first = vm.regions.block_of(pages.start, vm.source.block()).start;
         let mut blocks = locked(&vm.fetch.blocks);
