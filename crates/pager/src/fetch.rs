@@ -58,7 +58,7 @@ struct Block {
     pause: Duration,
 }
 
-/// What waits for a block that was read.
+/// The faults and pages that wait for a block that was read.
 struct Waiting {
     faults: Vec<(u64, Instant)>,
     ahead: Vec<u64>,

@@ -1,4 +1,4 @@
-//! What tells a snapshot from another one, wherever it lies.
+//! The mark of a snapshot that tells it from another one, wherever it lies.
 
 use crate::source::{Source, SourceError};
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! What tells the disk of a saved VM from one that has changed since.
+//! The mark of a disk that tells a saved VM whether the disk has changed since.
 //!
 //! **Guarantee.** A disk that a guest of Pageferry has written since the save is found, where files
 //! keep extended attributes. Others are found if a sampled block differs. Times alone refuse none:
@@ -26,7 +26,7 @@ pub(crate) struct Disk {
     bytes: u64,
 }
 
-/// What a save knows of a disk.
+/// The knowledge that a save has of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DiskMark {
     bytes: u64,

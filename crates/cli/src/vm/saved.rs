@@ -9,7 +9,7 @@ use super::disk::DiskMark;
 use pageferry_devices::MmioBus;
 use pageferry_snapshot::SnapshotId;
 
-/// What a state says of the files that belong to it.
+/// The files that belong to a state.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct SavedFiles {
     /// Whether the memory is packed.

@@ -59,7 +59,7 @@ enum Now {
     Unknown,
 }
 
-/// What a file system says of a file without reading it.
+/// The signs by which a file system tells that a file may have changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     size: i64,

@@ -27,7 +27,7 @@ use std::time::Duration;
 /// How long the first page is held back.
 const HOLD: Duration = Duration::from_millis(300);
 
-/// What a load shows.
+/// The signs of a load.
 #[derive(Debug, PartialEq)]
 struct Load {
     /// It got a page before it was answered.
