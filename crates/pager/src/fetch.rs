@@ -11,7 +11,7 @@
 //! **Neighbours.** `serve` queues the faults, `background` reads ahead, `pool` has the threads.
 
 use crate::answer::Placed;
-use crate::pool::Pool;
+use crate::pool::{FIRST_PAUSE, LAST_PAUSE, Pool};
 use crate::timeline::Came;
 use crate::vm::{Vm, locked};
 use std::collections::HashMap;
@@ -20,9 +20,6 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// The pauses before a failed read is repeated.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
-const LAST_PAUSE: Duration = Duration::from_secs(1);
 /// The pause before a read ahead is repeated, and between looks at a block that another thread
 /// reads.
 const AHEAD_PAUSE: Duration = Duration::from_millis(100);
@@ -211,8 +208,8 @@ impl Fetch {
         locked(&self.blocks).coming[&first].pages.clone()
     }
 
-    /// Takes what waits for a block that was read. Once nothing does, the block is forgotten: faults
-    /// that come before share the read, and those on pages beside it are asked again.
+    /// Takes what waits for a block that was read. Once nothing does, the block is forgotten.
+    /// Faults that come before share the read, and those on pages beside it are asked again.
     fn take(&self, vm: &Vm, first: u64, read: &Range<u64>) -> Option<Waiting> {
         let mut blocks = locked(&self.blocks);
         let block = blocks.coming.get_mut(&first).expect("it is this thread's");

@@ -13,6 +13,9 @@ use std::time::{Duration, Instant};
 
 /// The most reads of one queue at once.
 pub(crate) const THREADS: usize = 16;
+/// The pauses before a failed read is repeated.
+pub(crate) const FIRST_PAUSE: Duration = Duration::from_millis(10);
+pub(crate) const LAST_PAUSE: Duration = Duration::from_secs(1);
 /// The time after which a thread without work ends.
 const IDLE: Duration = Duration::from_secs(5);
 
@@ -69,7 +72,7 @@ impl<T> Default for Pool<T> {
 }
 
 impl<T> Pool<T> {
-    /// Starts the first thread by `spawn`. Each thread calls [`Self::next`] until it returns `None`.
+    /// Starts the first thread by `spawn`. Each thread calls [`Self::next`] until that is `None`.
     ///
     /// # Errors
     /// Those of `spawn`: there is no thread.

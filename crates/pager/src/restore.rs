@@ -710,7 +710,8 @@ impl Prepared {
             true => None,
             false => Stamp::of(&restore.memory).ok(),
         };
-        let fingerprint = match stamp.is_some() || replay.is_some() || record.is_some() {
+        // Only recordings name their snapshot by it.
+        let fingerprint = match replay.is_some() || record.is_some() {
             true => Some(Fingerprint::of(&*source)?),
             false => None,
         };

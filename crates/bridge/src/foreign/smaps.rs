@@ -8,8 +8,8 @@ use std::str::SplitAsciiWhitespace;
 /// The longest description of all mappings: the kernel's limit is 65 530 of them.
 const MAX_SMAPS: u64 = 256 << 20;
 
-/// The text of `/proc/PID/smaps`. A mapping that was not read may be of any kind: so it is whole, or
-/// `None`.
+/// The text of `/proc/PID/smaps`. A mapping that was not read may be of any kind, so the text is
+/// whole, or `None`.
 pub(crate) fn read(pid: Pid) -> Option<String> {
     let file = File::open(format!("/proc/{}/smaps", pid.as_raw_nonzero())).ok()?;
     let mut text = String::new();

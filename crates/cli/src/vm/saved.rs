@@ -1,7 +1,7 @@
 //! The description of a saved VM, in the file `state`: its memory, its disks, and its guest.
 //!
-//! The kind of the file `memory` (u8, 1: packed, 2: raw); the id of that file (16 bytes); the number
-//! of disks that the guest may write (u8, 8 at most), and [`DiskMark::BYTES`] for each; then the
+//! The kind of the file `memory` (u8, 1: packed, 2: raw); the id of that file (16 bytes); the
+//! number of disks that the guest may write (u8, 8 at most), and [`DiskMark::BYTES`] for each; then the
 //! [`GuestDescription`](super::GuestDescription). So a state runs with no other memory and on no
 //! other disk. The frames of `state` have checksums.
 

@@ -6,8 +6,8 @@
 //! **Mechanism.** The lock is one of the open file ([`lock`]). The process that goes on takes it
 //! again. The first request waits for it, for [`LOCK_WAIT`] at most. After that, requests fail
 //! until the lock is there. Before a request changes the disk, all the memory that it needs is
-//! here. So it is done once, at one end of a migration. Before its first write, a run writes a random
-//! number into an attribute of the file, so that a saved VM notices the writes of others.
+//! here. So it is done once, at one end of a migration. Before its first write, a run writes a
+//! random number into an attribute of the file, so that a saved VM notices the writes of others.
 
 use super::lock::{Lock, lock};
 use super::{Chain, Fault, VirtioDevice};

@@ -298,7 +298,7 @@ impl Governor {
     }
 
     /// The jitter that the allowed queue has no room for, beyond the least round trip as it is now.
-    /// The frames of the last measurement may all have been late, so the shortest is that of several.
+    /// The frames of the last measurement may all have been late. So the shortest is of several.
     fn jitter(&self) -> u64 {
         let least = self.round_trip.unwrap_or(self.usual);
         let recent = self.trips.iter().rev().take(TRIPS / 2).copied();

@@ -1,6 +1,7 @@
 //! One file of a mount, and the reads of its source that take time.
 //!
-//! **Guarantee.** A read waits for another one only if [`THREADS`](crate::pool::THREADS) of its file are under way. One
+//! **Guarantee.** A read waits for another one only if [`THREADS`](crate::pool::THREADS) of its file
+//! are under way. One
 //! that fails is repeated until it succeeds: an error would end the VM (SIGBUS), and zeros would be
 //! wrong. Only a thread that is being killed gets an error, so that it can end.
 
@@ -9,7 +10,7 @@ use super::protocol::Attr;
 use crate::Owner;
 use crate::figures::Figures;
 use crate::name::Name;
-use crate::pool::Pool;
+use crate::pool::{FIRST_PAUSE, LAST_PAUSE, Pool};
 use crate::recording::Recording;
 use crate::source::{Source, SourceError};
 use crate::timeline::Came;
@@ -18,12 +19,8 @@ use rustix::io::Errno;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
-
-/// The pauses before a failed read is repeated.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
-const LAST_PAUSE: Duration = Duration::from_secs(1);
 
 /// A file.
 #[derive(Debug)]

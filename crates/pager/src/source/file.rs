@@ -27,8 +27,8 @@ const BLOCK: u64 = 64 << 10;
 const MAX_EXTENTS: usize = 1 << 20;
 /// The bytes of a sample.
 const SAMPLE: usize = 4096;
-/// The samples of the start, which are its identity, and those of all. Where two saves of a VM differ
-/// in 5 % of their pages, 128 samples are equal once in 700.
+/// The samples of the start, which are its identity, and those of all. Where two saves of a VM
+/// differ in 5 % of their pages, 128 samples are equal once in 700.
 const FIRST_SAMPLES: u64 = 128;
 const MOST_SAMPLES: usize = 1024;
 /// The most bytes of former holes that are compared with zeros. A file with more has changed.
